@@ -1,0 +1,112 @@
+"""DSpark speculative decoding in JAX, as pure functions.
+
+A drafter proposes a block of tokens in one parallel pass and repairs its joint
+distribution with a first-order Markov head; the target verifies the block without
+changing its own distribution, in one pass as well.
+
+Everything public is a name below, and the submodules `testing` (check your own target),
+`training`, `evaluation` and `serving`. A name is imported at its first use, so that
+`import dspark_jax` costs nothing.
+
+The dimension key of all comments, docstrings and annotations:
+
+  B requests · S context tokens · K draft positions (the paper's γ)
+  W verify window = 1 + verify length · T packed tokens of a ragged batch
+  V vocabulary · N support of a draft row · D model width · H query heads · G kv heads
+  E head width · F feed-forward width · R Markov rank · M tapped target layers
+  A anchors per sequence · L layers · P prompt tokens · C capacity
+"""
+
+import importlib
+import typing
+
+if typing.TYPE_CHECKING:
+    from dspark_jax import testing
+    from dspark_jax.config import DecoderConfig, DrafterConfig, Speculation
+    from dspark_jax.decoding.generate import (
+        autoregressive_generate,
+        extend,
+        prefill,
+        speculative_generate,
+        speculative_round,
+    )
+    from dspark_jax.drafters.load import load_drafter
+    from dspark_jax.drafters.prompt_lookup import make_prompt_lookup
+    from dspark_jax.sampling import Sampling
+    from dspark_jax.targets.load import load_target
+    from dspark_jax.targets.tokenizer import load_tokenizer
+    from dspark_jax.types import (
+        FINISH_REASONS,
+        DecodeState,
+        Draft,
+        Drafter,
+        Generation,
+        Stats,
+        Target,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FINISH_REASONS",
+    "DecodeState",
+    "DecoderConfig",
+    "Draft",
+    "Drafter",
+    "DrafterConfig",
+    "Generation",
+    "Sampling",
+    "Speculation",
+    "Stats",
+    "Target",
+    "autoregressive_generate",
+    "extend",
+    "load_drafter",
+    "load_target",
+    "load_tokenizer",
+    "make_prompt_lookup",
+    "prefill",
+    "speculative_generate",
+    "speculative_round",
+    "testing",
+]
+
+_HOMES = {  # the same as the imports above
+    "config": ("DecoderConfig", "DrafterConfig", "Speculation"),
+    "decoding.generate": (
+        "autoregressive_generate",
+        "extend",
+        "prefill",
+        "speculative_generate",
+        "speculative_round",
+    ),
+    "drafters.load": ("load_drafter",),
+    "drafters.prompt_lookup": ("make_prompt_lookup",),
+    "sampling": ("Sampling",),
+    "targets.load": ("load_target",),
+    "targets.tokenizer": ("load_tokenizer",),
+    "types": (
+        "FINISH_REASONS",
+        "DecodeState",
+        "Draft",
+        "Drafter",
+        "Generation",
+        "Stats",
+        "Target",
+    ),
+}
+
+
+def __getattr__(name: str) -> typing.Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = getattr(importlib.import_module(f"dspark_jax.{home}"), name)
+            globals()[name] = value  # the next use finds it without this function
+            return value
+    if name == "testing":
+        return importlib.import_module("dspark_jax.testing")
+    raise AttributeError(f"module 'dspark_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,75 @@
+"""Checks of shapes, dtypes and keys at the top of public functions.
+
+Every message names the argument, the rule and what was given.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_shape(name: str, array: Any, dims: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `array.shape == shape`; `dims` names it, "B K V"."""
+    if tuple(array.shape) != tuple(shape):
+        raise ValueError(
+            f"`{name}` must have shape ({', '.join(dims.split())}) = {tuple(shape)}, "
+            f"got {tuple(array.shape)}"
+        )
+
+
+def check_rank(name: str, array: Any, dims: str) -> None:
+    """Raises ValueError unless `array` has as many axes as `dims` has names."""
+    if array.ndim != len(dims.split()):
+        raise ValueError(
+            f"`{name}` must have {len(dims.split())} axes ({dims}), got shape "
+            f"{tuple(array.shape)}"
+        )
+
+
+def check_integer(name: str, array: Any) -> None:
+    """Raises TypeError unless `array` holds integers."""
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"`{name}` must hold integers, got {array.dtype}")
+
+
+def request_keys(key: Any, batch: int) -> jax.Array:
+    """Returns typed keys [B]: `key` itself, or `fold_in(key, row)` of a scalar key.
+
+    Raises:
+      TypeError: a raw uint32 key (make one with `jax.random.key`).
+      ValueError: keys of another batch size.
+    """
+    if not hasattr(key, "dtype") or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise TypeError(
+            "`key` must be a typed key or typed keys [B] (jax.random.key), got "
+            f"{getattr(key, 'dtype', type(key).__name__)}"
+        )
+    if key.ndim == 0:
+        rows = jnp.arange(batch, dtype=jnp.uint32)
+        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
+    check_shape("key", key, "B", (batch,))
+    return key
+
+
+def known(value: Any) -> np.ndarray | None:
+    """The value as a numpy array, or None under a trace, where it is unknown.
+
+    Also right inside `jit` for arrays that the traced function closes over.
+    """
+    return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+
+
+def check_range(name: str, value: Any, low: int, high: int, rule: str) -> None:
+    """Raises ValueError if a known integer of `value` lies outside low..high.
+
+    Under a trace values are unknown and nothing is checked.
+    """
+    array = known(value)
+    if array is None or array.size == 0:
+        return
+    smallest, largest = int(array.min()), int(array.max())
+    if smallest < low or largest > high:
+        worst = smallest if smallest < low else largest
+        raise ValueError(f"`{name}` must lie in {rule}, got {worst}")

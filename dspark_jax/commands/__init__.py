@@ -1,0 +1,1 @@
+"""The commands of `dspark`, a module each: `SUMMARY`, `EPILOG`, `add_arguments`, `run`."""

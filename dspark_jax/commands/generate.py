@@ -1,0 +1,373 @@
+"""`dspark generate`: one answer, a comparison with plain decoding, or a conversation."""
+
+import argparse
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dspark_jax import config
+from dspark_jax.commands import failure, terminal
+
+if TYPE_CHECKING:  # They import JAX, which a mistyped option need not wait for.
+    from dspark_jax.commands import models
+    from dspark_jax.commands.session import Session, Turn
+
+DEFAULT_TARGET = "smollm2-135m"
+INTERRUPTED = "interrupted"
+
+SUMMARY = "write text, with the target's words, faster than the target alone"
+DESCRIPTION = """\
+Writes an answer as it is accepted: a drafter proposes a block of tokens, the target
+checks the block in one pass, and what remains has exactly the target's distribution.
+The first run fetches the default target (93 MB) and compiles; later runs start at once.
+"""
+EPILOG = """\
+examples:
+  dspark generate "Why is the sky blue?"
+  dspark generate --compare "Why is the sky blue?"     beside plain decoding
+  dspark generate --temperature 0.8 --top-p 0.95 --seed 7 "Write a haiku."
+  dspark generate --chat                               a conversation; Ctrl-D ends it
+  echo "def fibonacci(n):" | dspark generate --raw     continue a text as it stands
+  dspark generate --json "Hi" | jq .accepted_length
+  dspark generate --target ./Qwen3-4B --drafter ./dspark_qwen3_4b "Hello"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `dspark generate`."""
+    parser.add_argument("prompt", nargs="?", help="the prompt; without one, or with -, stdin")
+    add = parser.add_argument_group("what to write").add_argument
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
+    add(
+        "--chat",
+        action="store_true",
+        help="a conversation: every line of stdin is a turn, only new tokens are fed",
+    )
+    add("--raw", action="store_true", help="feed the prompt without the chat template")
+    add = parser.add_argument_group("sampling").add_argument
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0, the default, always takes the most likely token",
+    )
+    add("--top-k", type=int, metavar="K", help="among the K most likely tokens")
+    add("--top-p", type=float, metavar="P", help="among the fewest that reach mass P")
+    add("--min-p", type=float, metavar="P", help="at least P times the most likely one")
+    add("--seed", type=int, default=0, metavar="N", help="default 0")
+    add = parser.add_argument_group("speculation").add_argument
+    add(
+        "--rule",
+        choices=config.RULES,
+        default=config.Speculation().rule,
+        help="all three are lossless; 'seeded' gives the words of plain decoding with "
+        "this seed at any temperature (default %(default)s)",
+    )
+    add("--draft-length", type=int, metavar="K", help="default: the drafter's block size")
+    add("--candidates", type=int, metavar="N", help="draft among N tokens a position")
+    add(
+        "--draft-vocabulary",
+        type=int,
+        metavar="N",
+        help="draft among the N most frequent tokens",
+    )
+    add(
+        "--confidence-threshold",
+        type=float,
+        metavar="C",
+        help="verify a block up to its first slot with a confidence below C",
+    )
+    add = parser.add_argument_group("models").add_argument
+    add(
+        "--target",
+        default=DEFAULT_TARGET,
+        help="smollm2-135m, a Hugging Face folder, a .gguf file or a hub name org/name",
+    )
+    add(
+        "--drafter",
+        help="dspark-smollm2-135m, a folder in DeepSpec's layout, prompt-lookup, or none "
+        "for plain decoding (default: the shipped one where it fits the target, else "
+        "prompt-lookup)",
+    )
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--compare",
+        action="store_true",
+        help="run plain decoding too: both speeds, the accepted length, and whether the "
+        "words are equal",
+    )
+    add("--json", action="store_true", help="print one JSON object instead of the text")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns its exit status."""
+    _check(arguments)
+    prompts = _prompts(arguments)
+    first = None if arguments.chat else next(prompts)
+
+    from dspark_jax.commands import models
+
+    loaded = models.load(arguments)
+    if first is None:
+        return _converse(arguments, loaded, prompts)
+    session = loaded.session()
+    ids = loaded.encode(first)
+    turn, text = _answer(arguments, loaded, session, ids)
+    report = _report(arguments, loaded, turn, text)
+    if arguments.compare and turn.finish_reason != INTERRUPTED:
+        report |= _compare(arguments, loaded, ids, turn)
+    elif not arguments.json:
+        _say(_summary(turn))
+    if arguments.json:
+        print(json.dumps(report))  # noqa: T201
+    return 130 if turn.finish_reason == INTERRUPTED else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuses what can be refused before a model is loaded."""
+    rules = (
+        ("max_new_tokens", lambda x: x >= 1, "at least 1"),
+        ("temperature", lambda x: 0 <= x < float("inf"), "a number >= 0"),
+        ("top_k", lambda x: x >= 1, "at least 1"),
+        ("top_p", lambda x: 0 < x <= 1, "in (0, 1]"),
+        ("min_p", lambda x: 0 <= x <= 1, "in [0, 1]"),
+        ("seed", lambda x: 0 <= x < 2**32, "in 0..2^32-1"),
+        ("draft_length", lambda x: x >= 1, "at least 1"),
+        ("candidates", lambda x: x >= 1, "at least 1"),
+        ("draft_vocabulary", lambda x: x >= 1, "at least 1"),
+        ("confidence_threshold", lambda x: 0 <= x <= 1, "in [0, 1]"),
+    )
+    for name, is_valid, rule in rules:
+        value = getattr(arguments, name)
+        if value is not None and not is_valid(value):
+            raise failure.Failure(f"{_option(name)} must be {rule}, got {value}")
+    if arguments.temperature == 0:
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(arguments, name) is not None:
+                raise failure.Failure(
+                    f"{_option(name)} needs --temperature above 0: without one the most "
+                    "likely token is always taken"
+                )
+    if arguments.chat and arguments.compare:
+        raise failure.Failure("--chat and --compare exclude each other")
+    if arguments.chat and arguments.raw:
+        raise failure.Failure("--chat and --raw exclude each other")
+    if arguments.drafter == "none":
+        for name in ("compare", "draft_length", "candidates", "confidence_threshold"):
+            if getattr(arguments, name):
+                raise failure.Failure(f"{_option(name)} needs a drafter, not none")
+    if arguments.drafter in ("none", "prompt-lookup"):
+        for name in ("candidates", "draft_vocabulary", "confidence_threshold"):
+            if getattr(arguments, name) is not None:
+                raise failure.Failure(
+                    f"{_option(name)} needs a trained drafter, not {arguments.drafter}"
+                )
+    for name in ("target", "drafter"):
+        value = getattr(arguments, name) or ""
+        is_path = value.startswith((".", "/", "~")) or value.endswith(".gguf")
+        if is_path and not pathlib.Path(value).exists():
+            raise failure.Failure(f"{_option(name)}: no such file or folder: {value}")
+
+
+def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
+    """The prompt, or the turns of a conversation."""
+    if arguments.prompt not in (None, "-"):
+        yield _clean(arguments.prompt)
+        if not arguments.chat:
+            return
+    elif not arguments.chat:
+        if sys.stdin.isatty():
+            raise failure.Failure("give a prompt, or pipe one into stdin")
+        yield _clean(_read(sys.stdin.read))
+        return
+    while True:
+        try:
+            line = _read(input, "> ") if sys.stdin.isatty() else _read(input)
+        except EOFError:
+            return
+        if line.strip():
+            yield _clean(line)
+
+
+def _read(reader: Any, *arguments: str) -> str:
+    try:
+        return reader(*arguments)
+    except UnicodeDecodeError as error:
+        raise failure.Failure(f"stdin is not valid UTF-8: {error}") from error
+
+
+def _clean(prompt: str) -> str:
+    if not prompt.strip():
+        raise failure.Failure("the prompt is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise failure.Failure(f"the prompt is not valid UTF-8: {error}") from error
+    return prompt
+
+
+def _answer(
+    arguments: argparse.Namespace,
+    loaded: "models.Models",
+    session: "Session",
+    ids: list[int],
+    spare: int = 0,
+) -> tuple["Turn", str]:
+    """One answer and its text, written to stdout as it is accepted."""
+    with terminal.status("compiling"), failure.of_input():
+        turn = session.start_turn(ids, arguments.max_new_tokens, spare=spare)
+    stream = loaded.stream()
+    text = ""
+
+    def write(piece: str) -> None:
+        nonlocal text
+        text += piece
+        if piece and not arguments.json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+
+    with terminal.interruptible() as is_interrupted:
+        while True:
+            # The stop token belongs to the tokens, not to the text.
+            end = -1 if turn.finish_reason == "stop" else None
+            write(stream.push(turn.tokens[:end]))
+            if turn.is_running and is_interrupted():
+                turn.finish_reason = INTERRUPTED
+            if not turn.is_running:
+                break
+            session.step(turn)
+    write(stream.finish())
+    if not arguments.json:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    return turn, text
+
+
+def _compare(
+    arguments: argparse.Namespace,
+    loaded: "models.Models",
+    ids: list[int],
+    turn: "Turn",
+) -> dict[str, Any]:
+    """Plain decoding of the same prompt; prints both unless JSON is asked for."""
+    session = loaded.session(is_plain=True)
+    with terminal.status("plain decoding"), terminal.interruptible() as is_interrupted:
+        plain = session.start_turn(ids, arguments.max_new_tokens)
+        while plain.is_running and not is_interrupted():
+            session.step(plain)
+    if plain.is_running:
+        plain.finish_reason = INTERRUPTED
+    pairs = zip(turn.tokens, plain.tokens, strict=False)
+    shorter = min(len(turn.tokens), len(plain.tokens))
+    first_difference = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+    is_equal = turn.tokens == plain.tokens
+    is_expected = arguments.temperature == 0 or arguments.rule == "seeded"
+    speedup = None
+    if turn.tokens_per_second and plain.tokens_per_second:
+        speedup = turn.tokens_per_second / plain.tokens_per_second
+    comparison = {
+        "plain": {
+            "num_new_tokens": len(plain.tokens),
+            "tokens_per_second": plain.tokens_per_second,
+            "seconds": plain.seconds,
+            "prefill_seconds": plain.prefill_seconds,
+            "finish_reason": plain.finish_reason,
+        },
+        "speedup": speedup,
+        "is_equal": is_equal,
+        "is_equality_expected": is_expected,
+        "first_difference": None if is_equal else first_difference,
+    }
+    if not arguments.json:
+        print(_table(turn, plain, comparison, arguments))  # noqa: T201
+    return comparison
+
+
+def _table(
+    turn: "Turn", plain: "Turn", comparison: dict[str, Any], arguments: Any
+) -> str:
+    lines = [f"\n{'':14}{'tokens/s':>10}{'seconds':>10}{'tokens':>9}"]
+    for name, one in (("speculative", turn), ("plain", plain)):
+        speed = "-" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"
+        lines.append(f"{name:14}{speed:>10}{one.seconds:>10.2f}{len(one.tokens):>9}")
+    if comparison["is_equal"]:
+        words = "the words are equal"
+    else:
+        words = f"the words differ from token {comparison['first_difference']} on"
+        if not comparison["is_equality_expected"]:
+            words += (
+                f", as they may: rule {arguments.rule!r} draws other words from the same "
+                "distribution (--rule seeded draws the same)"
+            )
+    speedup = comparison["speedup"]
+    faster = "" if speedup is None else f"{speedup:.2f} times the speed; "
+    return "\n".join([*lines, f"{faster}{_accepted(turn)}{words}"])
+
+
+def _summary(turn: "Turn") -> str:
+    speed = turn.tokens_per_second
+    rate = "" if speed is None else f", {speed:.1f} tokens/s"
+    count = f"{len(turn.tokens)} tokens in {turn.seconds:.2f} s{rate}"
+    return f"[{count}; {_accepted(turn)}{turn.finish_reason}]"
+
+
+def _accepted(turn: "Turn") -> str:
+    if turn.accepted_length is None:
+        return ""
+    return f"accepted length {turn.accepted_length:.2f} in {turn.num_rounds} rounds; "
+
+
+def _report(
+    arguments: argparse.Namespace, loaded: "models.Models", turn: "Turn", text: str
+) -> dict[str, Any]:
+    return {
+        "text": text,
+        "tokens": turn.tokens,
+        "num_prompt_tokens": turn.num_prompt_tokens,
+        "num_new_tokens": len(turn.tokens),
+        "finish_reason": turn.finish_reason,
+        "tokens_per_second": turn.tokens_per_second,
+        "seconds": turn.seconds,
+        "prefill_seconds": turn.prefill_seconds,
+        "accepted_length": turn.accepted_length,
+        "num_rounds": turn.num_rounds,
+        "num_verified": turn.num_verified,
+        "num_accepted": turn.num_accepted,
+        "rule": arguments.rule,
+        "temperature": arguments.temperature,
+        "seed": arguments.seed,
+        "draft_length": loaded.draft_length,
+        "target": arguments.target,
+        "drafter": loaded.drafter_name,
+        "device": loaded.device,
+    }
+
+
+def _converse(
+    arguments: argparse.Namespace, loaded: "models.Models", prompts: Iterator[str]
+) -> int:
+    """Turns until the end of stdin; every answer continues the same state."""
+    session = loaded.session()
+    reports = []
+    for prompt in prompts:
+        ids = loaded.encode_turn(prompt, session.history)
+        spare = 2 * (len(ids) + arguments.max_new_tokens)
+        turn, text = _answer(arguments, loaded, session, ids, spare)
+        reports.append(_report(arguments, loaded, turn, text))
+        if not arguments.json:
+            _say(_summary(turn))
+    if arguments.json:
+        print(json.dumps({"turns": reports}))  # noqa: T201
+    return 0
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,169 @@
+"""The models of a command: loaded, compiled programs cached on disk, text in and out."""
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from dspark_jax.commands import failure, terminal
+from dspark_jax.commands.session import Inputs, Plan, Session
+from dspark_jax.config import Speculation
+from dspark_jax.drafters import load as drafter_lib
+from dspark_jax.drafters import prompt_lookup
+from dspark_jax.sampling import Sampling
+from dspark_jax.targets import fetch, tokenizer
+from dspark_jax.targets import load as target_lib
+
+# Steps of plain decoding between two looks of the host.
+PLAIN_STEPS = 16
+
+
+@dataclasses.dataclass
+class Models:
+    """Target, drafter and tokenizer with the settings of the command line."""
+
+    plan: Plan
+    inputs: Inputs
+    tokenizer: tokenizer.Tokenizer
+    drafter_name: str
+    seed: int
+    is_raw: bool
+
+    @property
+    def device(self) -> str:
+        return jax.devices()[0].device_kind
+
+    @property
+    def draft_length(self) -> int | None:
+        drafter = self.plan.drafter
+        if drafter is None:
+            return None
+        return self.plan.options.draft_length or drafter.config.block_size
+
+    def session(self, *, is_plain: bool = False) -> Session:
+        """A new session; `is_plain` drops the drafter."""
+        plan, inputs = self.plan, self.inputs
+        if is_plain:
+            plan = plan._replace(drafter=None, options=Speculation())
+            inputs = inputs._replace(drafter_params=None, confidence_threshold=None)
+        if plan.drafter is None:
+            rounds = PLAIN_STEPS if is_plain else 1
+        else:
+            # A look of the host costs a GPU more than three rounds in vain at the end.
+            rounds = 4 if jax.default_backend() == "gpu" else 1
+        return Session(plan, inputs, self.seed, rounds)
+
+    def encode(self, prompt: str) -> list[int]:
+        """The prompt's ids, as a user's turn where the tokenizer has a chat template."""
+        if self.is_raw or self.tokenizer.chat is None:
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+        return self._checked(ids)
+
+    def encode_turn(self, prompt: str, history: list[int]) -> list[int]:
+        """The ids that continue `history` with a user's turn."""
+        message = {"role": "user", "content": prompt}
+        with failure.of_input():
+            if not history:
+                return self._checked(self.tokenizer.encode_chat([message]))
+            # Turns are encoded one by one, so the new one is what it adds to another.
+            other = [{"role": "system", "content": ""}]
+            before = self.tokenizer.encode_chat(other, add_generation_prompt=False)
+            both = self.tokenizer.encode_chat([*other, message])
+        end = self.tokenizer.encode(tokenizer.TURN_END)[-1]
+        newline = before[len(before) - before[::-1].index(end) :]
+        closing = [] if history[-1] == end else [end]
+        return [*closing, *newline, *both[len(before) :]]
+
+    def stream(self) -> tokenizer.StreamDecoder:
+        return tokenizer.StreamDecoder(self.tokenizer)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise failure.Failure("the prompt has no tokens")
+        if max(ids) >= self.plan.target.config.vocab_size:
+            raise failure.Failure(
+                f"the tokenizer gives id {max(ids)}, but the target's vocabulary has "
+                f"{self.plan.target.config.vocab_size} tokens"
+            )
+        return ids
+
+
+def load(arguments: argparse.Namespace) -> Models:
+    """Loads what `dspark generate` was asked for.
+
+    Raises:
+      Failure: a source that is missing, damaged or does not fit.
+    """
+    _keep_compiled_programs()
+    name = arguments.drafter or _default_drafter(arguments.target)
+    with failure.of_input():
+        with terminal.status("loading the tokenizer"):
+            text = tokenizer.load_tokenizer(arguments.target)
+        with terminal.status("loading the target"):
+            target, target_params = target_lib.load_target(arguments.target)
+        drafter: Any = None
+        drafter_params: Any = None
+        if name == "prompt-lookup":
+            length = arguments.draft_length or prompt_lookup.PromptLookupConfig.block_size
+            drafter, drafter_params = prompt_lookup.make_prompt_lookup(length)
+        elif name != "none":
+            drafter, drafter_params = drafter_lib.load_drafter(
+                name,
+                target,
+                target_params=target_params,
+                draft_vocabulary=arguments.draft_vocabulary,
+            )
+        options = Speculation(
+            rule=arguments.rule,
+            draft_length=arguments.draft_length,
+            candidates=arguments.candidates,
+        )
+    threshold = arguments.confidence_threshold
+    stop_tokens = sorted({*text.stop_tokens, *target.config.stop_tokens})
+    inputs = Inputs(
+        target_params=target_params,
+        drafter_params=drafter_params,
+        sampling=_sampling(arguments),
+        stop_tokens=np.asarray(stop_tokens or [-1], np.int32),
+        confidence_threshold=None if threshold is None else np.float32(threshold),
+    )
+    return Models(
+        plan=Plan(target, drafter, options),
+        inputs=inputs,
+        tokenizer=text,
+        drafter_name=name,
+        seed=arguments.seed,
+        is_raw=arguments.raw,
+    )
+
+
+def _default_drafter(target: str) -> str:
+    return drafter_lib.SHIPPED[0] if target == fetch.DEFAULT_TARGET else "prompt-lookup"
+
+
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    if arguments.temperature == 0:
+        return Sampling()
+
+    def number(value: Any, dtype: Any) -> Any:
+        return None if value is None else dtype(value)
+
+    return Sampling(
+        temperature=np.float32(arguments.temperature),
+        top_k=number(arguments.top_k, np.int32),
+        top_p=number(arguments.top_p, np.float32),
+        min_p=number(arguments.min_p, np.float32),
+    )
+
+
+def _keep_compiled_programs() -> None:
+    """Turns JAX's persistent cache on, in the user's cache folder."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        folder = fetch.cache_dir() / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

@@ -1,0 +1,1 @@
+"""Lossless decoding: prefill, the speculative round, and generation loops."""

@@ -1,0 +1,152 @@
+"""Checks and broadcasts the arguments that the public decoding functions share."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dspark_jax import checks
+from dspark_jax.config import Speculation
+from dspark_jax.types import Drafter, Target
+
+
+def check_models(target: Target, drafter: Drafter | None, options: Speculation) -> int:
+    """Checks that drafter, target and options fit; returns the draft length K.
+
+    Raises:
+      TypeError: not a Target, Drafter or Speculation.
+      ValueError: a drafter of another target, a tap out of range, a draft length
+        beyond the drafter's block size.
+    """
+    if not isinstance(target, Target):
+        raise TypeError(f"`target` must be a Target, got {type(target).__name__}")
+    if drafter is None:
+        return 0
+    if not isinstance(drafter, Drafter):
+        raise TypeError(f"`drafter` must be a Drafter, got {type(drafter).__name__}")
+    if not isinstance(options, Speculation):
+        raise TypeError(f"`options` must be a Speculation, got {type(options).__name__}")
+    ours, theirs = drafter.config.target_fingerprint, target.config.fingerprint
+    if ours and theirs and ours != theirs:
+        raise ValueError(
+            f"`drafter` was made for another target: its fingerprint is {ours}, the "
+            f"target's is {theirs}"
+        )
+    for tap in drafter.config.tap_layers:
+        if not -1 <= tap < target.config.num_layers:
+            raise ValueError(
+                f"`drafter` taps layer {tap}, but the target's layers are -1.."
+                f"{target.config.num_layers - 1}"
+            )
+    length = options.draft_length or drafter.config.block_size
+    if length > drafter.config.block_size:
+        raise ValueError(
+            "`options.draft_length` must be at most the drafter's block size "
+            f"{drafter.config.block_size}, got {length}"
+        )
+    return length
+
+
+def check_prompts(
+    tokens: Any, lengths: Any, target: Target, *, may_be_empty: bool = False
+) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
+    """Returns tokens and lengths as int32; values are checked where they are known."""
+    given_tokens, given_lengths = tokens, lengths
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    checks.check_rank("tokens", tokens, "B P")
+    checks.check_integer("tokens", tokens)
+    checks.check_integer("lengths", lengths)
+    checks.check_shape("lengths", lengths, "B", tokens.shape[:1])
+    if tokens.shape[0] == 0:
+        raise ValueError("`tokens` must hold at least one request, got 0")
+    if tokens.shape[1] == 0:
+        raise ValueError("`tokens` must hold at least one token a row, got 0")
+    last = target.config.vocab_size - 1
+    checks.check_range("tokens", given_tokens, 0, last, f"0..{last} (the vocabulary)")
+    least, width = 0 if may_be_empty else 1, tokens.shape[1]
+    checks.check_range("lengths", given_lengths, least, width, f"{least}..{width}")
+    return tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+
+
+def make_limits(
+    limits: Any, max_new_tokens: int, lengths: Int[Array, "B"], target: Target
+) -> Int[Array, "B"]:
+    """The length that no row passes: prompt + its limit, and the last position + 1.
+
+    The token after the target's last position can still be drawn, never fed.
+    """
+    if limits is None:
+        limits = jnp.full(lengths.shape, max_new_tokens, jnp.int32)
+    else:
+        rule = f"0..max_new_tokens = {max_new_tokens}"
+        checks.check_range("limits", limits, 0, max_new_tokens, rule)
+    limits = jnp.asarray(limits)
+    checks.check_integer("limits", limits)
+    checks.check_shape("limits", limits, "B", lengths.shape)
+    limits = jnp.clip(limits.astype(jnp.int32), 0, max_new_tokens)
+    return jnp.minimum(lengths + limits, target.config.max_position + 1)
+
+
+def make_stop_tokens(
+    stop_tokens: Sequence[int] | Any | None, target: Target, batch: int
+) -> Int[Array, "B n"]:
+    """Stop tokens [B, n], padded with -1; None takes the target's."""
+    if stop_tokens is None:
+        stop_tokens = target.config.stop_tokens
+    if isinstance(stop_tokens, list | tuple):
+        stop_tokens = np.asarray(stop_tokens, np.int32).reshape(-1)
+    last = target.config.vocab_size - 1
+    rule = f"0..{last} (the vocabulary), or be the padding -1"
+    checks.check_range("stop_tokens", stop_tokens, -1, last, rule)
+    array = jnp.asarray(stop_tokens)
+    checks.check_integer("stop_tokens", array)
+    if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] != batch):
+        raise ValueError(
+            f"`stop_tokens` must have shape (n,) or (B, n) = ({batch}, n), got "
+            f"{array.shape}"
+        )
+    if array.shape[-1] == 0:
+        return jnp.full((batch, 1), -1, jnp.int32)
+    if array.ndim == 1:
+        array = array[None]
+    return jnp.broadcast_to(array.astype(jnp.int32), (batch, array.shape[-1]))
+
+
+def make_threshold(threshold: Any, batch: int) -> Float[Array, "B"] | None:
+    """The confidence threshold per request, or None."""
+    if threshold is None:
+        return None
+    known = checks.known(threshold)
+    if known is not None:
+        if known.dtype.kind not in "fiu" or not np.all((known >= 0) & (known <= 1)):
+            raise ValueError(
+                f"`confidence_threshold` must lie in [0, 1], got {threshold}"
+            )
+    array = jnp.asarray(threshold, jnp.float32)
+    if array.shape not in ((), (batch,)):
+        raise ValueError(
+            f"`confidence_threshold` must have shape () or (B,) = ({batch},), got "
+            f"{array.shape}"
+        )
+    return jnp.broadcast_to(array, (batch,))
+
+
+def make_temperatures(temperatures: Any, length: int) -> Float[Array, "K"] | None:
+    """The confidence temperatures of the K slots, or None."""
+    if temperatures is None:
+        return None
+    known = checks.known(temperatures)
+    if known is not None:
+        if known.dtype.kind not in "fiu" or not np.all(known > 0):
+            raise ValueError(
+                f"`confidence_temperatures` must be positive, got {temperatures}"
+            )
+    array = jnp.asarray(temperatures, jnp.float32)
+    if array.ndim != 1 or array.shape[0] < length:
+        raise ValueError(
+            "`confidence_temperatures` must have one value a slot, at least "
+            f"({length},), got {array.shape}"
+        )
+    return array

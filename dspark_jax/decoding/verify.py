@@ -1,0 +1,222 @@
+"""Verification: which drafts stand, and which token follows. Three lossless rules.
+
+With p the target's and q the drafter's sampling distribution of a slot (same temperature
+and cuts), x_k the drafts and l the request's verify length:
+
+  token   accept x_k while u_k q(x_k) < p(x_k); next ~ max(p - q, 0) after a rejection,
+          next ~ p after l acceptances (rejection sampling, paper eq. 2).
+  block   accept whole prefixes jointly (arXiv 2403.10444): per round never shorter in
+          expectation than `token`.
+  seeded  the target draws with plain decoding's noise; accept while equal (arXiv
+          2408.07978). The words do not depend on the drafter at all.
+
+At temperature 0 all three are argmax equality. All arithmetic that decides is float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax import noise, sampling
+from dspark_jax.sampling import Sampling
+from dspark_jax.types import Draft, Row, Verification
+
+
+def verify(
+    key: jax.Array,
+    anchor_position: Int[Array, "B"],
+    draft: Draft,
+    target_logits: Float[Array, "B W V"],
+    target_row: Row,
+    verify_length: Int[Array, "B"],
+    settings: Sampling,
+    *,
+    rule: str,
+    commit_length: Int[Array, "B"] | None = None,
+) -> Verification:
+    """Verifies a draft against the target's logits.
+
+    Args:
+      key: typed keys [B].
+      anchor_position: absolute; with `key` it keys this round's noise.
+      draft: K slots.
+      target_logits: W = K + 1 rows; row k follows the anchor and k drafts.
+      target_row: sampling distributions [B, W] of `target_logits`.
+      verify_length: l in 0..K. Rows and slots beyond it are ignored.
+      settings: fields [B], or None.
+      rule: "token", "block" or "seeded".
+      commit_length: commit at most this many drafts though `verify_length` were
+        verified ("cap-accept"): the law is that of a window of this length.
+    """
+    batch, rows, _ = target_logits.shape
+    target_logits = target_logits.astype(jnp.float32)
+    offset = jnp.arange(rows, dtype=jnp.int32)[None]
+    row_is_finite = jnp.isfinite(jnp.max(target_logits, axis=-1))
+    is_finite = jnp.all(row_is_finite | (offset > verify_length[:, None]), axis=-1)
+    if settings.temperature is None or rule == "seeded":
+        tokens = _target_tokens(
+            key, anchor_position, target_logits, target_row, settings
+        )
+        is_equal = tokens[:, :-1] == draft.tokens
+        num_accepted = _leading(is_equal, verify_length)
+        if commit_length is not None:
+            num_accepted = jnp.minimum(num_accepted, commit_length)
+        next_token = _take(tokens, num_accepted)
+        return Verification(
+            num_accepted=num_accepted, next_token=next_token, is_finite=is_finite
+        )
+    accept_noise = noise.round_uniform(key, anchor_position, rows - 1)  # [B, K]
+    accept = {"token": _accept_token, "block": _accept_block}[rule]
+    num_accepted, weight = accept(
+        draft, target_logits, target_row, verify_length, settings, accept_noise
+    )
+    window = verify_length
+    if commit_length is not None:
+        window = jnp.minimum(verify_length, commit_length)
+        num_accepted = jnp.minimum(num_accepted, window)
+    # The next token: from p at the end of the window, else from the residual there.
+    p = _row_probability(target_logits, target_row, num_accepted, settings)  # [B, V]
+    slot = jnp.minimum(num_accepted, rows - 2)
+    q = draft_probability(draft, slot, settings, p.shape[-1])
+    residual = jnp.maximum(_take(weight, slot)[:, None] * p - q, 0.0)
+    is_whole = num_accepted >= window
+    # A residual that rounds to nothing has (almost) no mass to be drawn with.
+    is_empty = jnp.sum(residual, axis=-1) <= 0
+    mass = jnp.where((is_whole | is_empty)[:, None], p, residual)
+    ids = jnp.broadcast_to(jnp.arange(p.shape[-1], dtype=jnp.int32), p.shape)
+    gumbel = noise.round_gumbel(key, anchor_position, 0, noise.RESAMPLE, ids)
+    next_token = jnp.argmax(jnp.log(mass) + gumbel, axis=-1).astype(jnp.int32)
+    return Verification(
+        num_accepted=num_accepted, next_token=next_token, is_finite=is_finite
+    )
+
+
+def draft_probability(
+    draft: Draft, slot: Int[Array, "B"], settings: Sampling, vocab_size: int
+) -> Float[Array, "B V"]:
+    """q of one slot per request over the whole vocabulary."""
+    logits = _take(draft.logits, slot)  # [B, N]
+    row = jax.tree.map(lambda x: _take(x, slot), draft.row)
+    ids = draft.ids
+    if ids is not None and ids.ndim == 3:
+        ids = _take(ids, slot)
+    batch, support = logits.shape
+    tokens = jnp.arange(support, dtype=jnp.int32) if ids is None else ids
+    tokens = jnp.broadcast_to(tokens, (batch, support))
+    q = sampling.probability(logits, tokens, row, settings.temperature)
+    if ids is None:
+        return q
+    request = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    return jnp.zeros((batch, vocab_size), jnp.float32).at[request, tokens].set(q)
+
+
+def _target_tokens(
+    key: jax.Array,
+    anchor_position: jax.Array,
+    logits: jax.Array,
+    row: Row,
+    settings: Sampling,
+) -> jax.Array:
+    """What plain decoding draws at every row of the window, int32 [B, W]."""
+    if settings.temperature is None:
+        return row.point
+    columns = []
+    ids = jnp.broadcast_to(
+        jnp.arange(logits.shape[-1], dtype=jnp.int32), (logits.shape[0], logits.shape[-1])
+    )
+    for k in range(logits.shape[1]):
+        gumbel = noise.token_gumbel(key, anchor_position + k + 1, ids)
+        column = jax.tree.map(lambda x, k=k: x[:, k], row)
+        columns.append(sampling.draw(logits[:, k], column, settings.temperature, gumbel))
+    return jnp.stack(columns, axis=1)
+
+
+def _accept_token(
+    draft: Draft,
+    logits: jax.Array,
+    row: Row,
+    verify_length: jax.Array,
+    settings: Sampling,
+    uniform: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Rejection sampling: number accepted [B], and the residual's weights (1)."""
+    p = _drafted_probability(draft, logits, row, settings)  # [B, K]
+    is_accepted = uniform * draft.probability < p
+    return _leading(is_accepted, verify_length), jnp.ones_like(p)
+
+
+def _accept_block(
+    draft: Draft,
+    logits: jax.Array,
+    row: Row,
+    verify_length: jax.Array,
+    settings: Sampling,
+    uniform: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Block verification: number accepted [B], and w_0 .. w_{K-1} for the residual.
+
+    w_0 = 1,  w_k = min(1, w_{k-1} p_k(x_k) / q_k(x_k)),
+    R_k = sum_v max(w_k p_{k+1}(v) - q_{k+1}(v), 0);
+    prefix k < l passes if u_k (R_k + 1 - w_k) < R_k, prefix l if u_l < w_l; the largest
+    that passes is accepted. P(accepted >= k | x_1..x_k) = w_k.
+    """
+    p_drafted = _drafted_probability(draft, logits, row, settings)  # [B, K]
+    batch, length = p_drafted.shape
+    weight = jnp.ones((batch,), jnp.float32)
+    weights, accepted = [], jnp.zeros((batch,), jnp.int32)
+    for k in range(length + 1):
+        if k > 0:
+            q = draft.probability[:, k - 1]
+            ratio = weight * p_drafted[:, k - 1]
+            weight = jnp.where(ratio >= q, 1.0, ratio / jnp.where(q > 0, q, 1.0))
+            u = uniform[:, k - 1]
+            passes = u < weight
+            if k < length:
+                # One slot at a time: no [B, K, V] array of probabilities is alive.
+                slot = jnp.full((batch,), k, jnp.int32)
+                p_next = _row_probability(logits, row, slot, settings)
+                q_next = draft_probability(draft, slot, settings, p_next.shape[-1])
+                residual = jnp.maximum(weight[:, None] * p_next - q_next, 0.0)
+                mass = jnp.sum(residual, axis=-1)
+                passes_inside = u * (mass + 1.0 - weight) < mass
+                passes = jnp.where(verify_length > k, passes_inside, passes)
+            passes = passes & (k <= verify_length)
+            accepted = jnp.where(passes, k, accepted)
+        weights.append(weight)
+    return accepted, jnp.stack(weights[:length], axis=1)
+
+
+def _drafted_probability(
+    draft: Draft, logits: jax.Array, row: Row, settings: Sampling
+) -> jax.Array:
+    """p of every drafted token, float32 [B, K]."""
+    tokens = draft.tokens[..., None]
+    drafted = jnp.take_along_axis(logits[:, :-1], tokens, axis=-1)  # [B, K, 1]
+    rows = jax.tree.map(lambda x: x[:, :-1], row)
+    temperature = None
+    if settings.temperature is not None:
+        temperature = settings.temperature[:, None]
+    return sampling.probability(drafted, tokens, rows, temperature)[..., 0]
+
+
+def _row_probability(
+    logits: jax.Array, row: Row, index: jax.Array, settings: Sampling
+) -> jax.Array:
+    """p of one row of the window per request, float32 [B, V]."""
+    chosen = _take(logits, index)
+    row = jax.tree.map(lambda x: _take(x, index), row)
+    ids = jnp.broadcast_to(jnp.arange(chosen.shape[-1], dtype=jnp.int32), chosen.shape)
+    return sampling.probability(chosen, ids, row, settings.temperature)
+
+
+def _leading(is_accepted: jax.Array, verify_length: jax.Array) -> jax.Array:
+    """Number of leading Trues within the window, int32 [B]."""
+    slots = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
+    stands = is_accepted & (slots < verify_length[:, None])
+    return jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1)
+
+
+def _take(array: jax.Array, index: jax.Array) -> jax.Array:
+    """array[b, index[b]]."""
+    expanded = index.reshape(-1, *([1] * (array.ndim - 1)))
+    return jnp.take_along_axis(array, expanded, axis=1)[:, 0]

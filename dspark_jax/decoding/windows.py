@@ -1,0 +1,85 @@
+"""Verify windows: how many of a request's drafts are sent to the target.
+
+The length l in 0..K must be decided without the tokens whose fate it decides: {l >= k}
+may depend on x_1 .. x_{k-1} only, or the output is biased (paper, appendix A). Predicates
+therefore see one slot at a time, from left to right, and end the window at their first
+False; budgets come from older rounds.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax.types import Draft
+
+KeepPredicate = Callable[[int, jax.Array, jax.Array], jax.Array]
+
+
+def confidences(
+    draft: Draft, temperatures: Float[Array, "K"] | None
+) -> Float[Array, "B K"] | None:
+    """sigmoid(logit / temperature) per slot, float32; a non-finite one counts as 0."""
+    if draft.confidence_logits is None:
+        return None
+    logits = draft.confidence_logits
+    if temperatures is not None:
+        logits = logits / temperatures[None, : logits.shape[1]]
+    confidence = jax.nn.sigmoid(jnp.where(jnp.isfinite(logits), logits, 0.0))
+    return jnp.where(jnp.isfinite(logits), confidence, 0.0)
+
+
+def window_length(
+    draft: Draft,
+    confidence: Float[Array, "B K"] | None,
+    remaining: Int[Array, "B"],
+    stop_tokens: Int[Array, "B n"],
+    *,
+    keep: KeepPredicate | None = None,
+    threshold: Float[Array, "B"] | None = None,
+    max_verify_length: Int[Array, "B"] | None = None,
+) -> Int[Array, "B"]:
+    """The verify length l of each request.
+
+    The smallest of: the slots offered, the first slot that `keep` or the threshold
+    refuses, the given cap, the first drafted stop token (which is kept: it may be
+    accepted), and remaining - 1, so that accepted drafts and the next token never pass a
+    limit.
+
+    Args:
+      remaining: tokens that may still be committed.
+      stop_tokens: padded with -1.
+      keep: see `Speculation.keep`.
+      threshold: ends the window at the first slot whose confidence is below it.
+      max_verify_length: decided before this round's draft was made.
+    """
+    batch, length = draft.tokens.shape
+    keeps = jnp.ones((batch, length), bool)
+    if keep is not None or threshold is not None:
+        if confidence is None:
+            raise ValueError(
+                "a confidence window needs a drafter with a confidence head"
+            )
+        survival = jnp.ones((batch,), jnp.float32)
+        columns = []
+        for k in range(length):
+            survival = survival * confidence[:, k]
+            column = jnp.ones((batch,), bool)
+            if threshold is not None:
+                column = column & (confidence[:, k] >= threshold)
+            if keep is not None:
+                column = column & keep(k, confidence[:, k], survival)
+            columns.append(column)
+        keeps = jnp.stack(columns, axis=1)
+    if draft.length is not None:
+        slots = jnp.arange(length, dtype=jnp.int32)[None]
+        keeps = keeps & (slots < draft.length[:, None])
+    # A slot after a drafted stop token would only be verified to be thrown away.
+    is_stop = jnp.any(draft.tokens[..., None] == stop_tokens[:, None], axis=-1)
+    stopped = jnp.cumsum(is_stop.astype(jnp.int32), axis=1) - is_stop.astype(jnp.int32)
+    keeps = keeps & (stopped == 0)
+    window = jnp.sum(jnp.cumprod(keeps.astype(jnp.int32), axis=1), axis=1)
+    if max_verify_length is not None:
+        window = jnp.minimum(window, max_verify_length)
+    return jnp.clip(window, 0, jnp.maximum(remaining - 1, 0)).astype(jnp.int32)

@@ -1,0 +1,1 @@
+"""Drafters: DSpark (DFlash backbone, Markov and confidence heads) and prompt lookup."""

@@ -1,0 +1,255 @@
+"""The DSpark drafter: one parallel pass, then K sequential draws with the Markov head.
+
+draft_logits_k = base_logits_k + W2 f_k(x_{k-1}), x_k ~ softmax(draft_logits_k / T): the
+backbone is parallel, its repair is sequential and costs one small product a slot. With
+`markov_kind` "none" this is DFlash.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax import kv_cache, layers
+from dspark_jax.config import DrafterConfig
+from dspark_jax.drafters import backbone, confidence, markov
+from dspark_jax.sampling import DraftSampler
+from dspark_jax.types import Bound, Draft, Drafter, PyTree, Row, Target
+
+
+@flax.struct.dataclass
+class DraftVocabulary:
+    """The ids that the drafter may propose; q is zero on all others (still exact)."""
+
+    ids: jax.Array  # int32 [N]
+    head: jax.Array  # [N, D]
+    w2: jax.Array | None  # [N, R]
+
+
+@flax.struct.dataclass
+class DSparkParams:
+    """All parameters of a drafter.
+
+    `embed` and `head` are None when the drafter uses its target's, as trained ones do.
+    """
+
+    backbone: backbone.BackboneParams
+    markov: markov.MarkovParams | None
+    confidence: confidence.ConfidenceParams | None
+    embed: jax.Array | None = None  # [V, D]
+    head: jax.Array | None = None  # [V, D]
+    draft_vocabulary: DraftVocabulary | None = None
+
+
+def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
+    """The Drafter of this configuration for `target`.
+
+    Raises:
+      ValueError: the drafter was made for another target.
+    """
+    check_target_match(config, target)
+    arguments = (config, target)
+    return Drafter(
+        config=config,
+        init_state=Bound(_init_state, (config,)),
+        observe=Bound(_observe, (config,)),
+        propose=Bound(_propose, arguments),
+    )
+
+
+def check_target_match(config: DrafterConfig, target: Target) -> None:
+    """Raises ValueError unless the drafter fits the target, naming what differs."""
+    for name, ours, theirs in (
+        ("vocab_size", config.vocab_size, target.config.vocab_size),
+        ("width", config.width, target.config.width),
+        ("num_target_layers", config.num_target_layers, target.config.num_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"the drafter was made for another target: its {name} is {ours}, the "
+                f"target's is {theirs}"
+            )
+    ours, theirs = config.target_fingerprint, target.config.fingerprint
+    if ours and theirs and ours != theirs:
+        raise ValueError(
+            f"the drafter was made for another target: fingerprint {ours}, the target's "
+            f"is {theirs}"
+        )
+
+
+def abstract(config: DrafterConfig) -> DSparkParams:
+    """Shapes and dtypes of the trainable parameters."""
+    return DSparkParams(
+        backbone=backbone.abstract(config),
+        markov=markov.abstract(config),
+        confidence=confidence.abstract(config),
+    )
+
+
+def init(key: jax.Array, config: DrafterConfig) -> DSparkParams:
+    """Random parameters: N(0, 0.02²), norms 1, biases 0 (DeepSpec's initialisation)."""
+    return layers.init_from_abstract(key, abstract(config))
+
+
+def with_draft_vocabulary(
+    params: DSparkParams, target: Target, target_params: PyTree, ids: Int[Array, "N"]
+) -> DSparkParams:
+    """Restricts drafting to `ids`: a smaller head and W2, exact all the same.
+
+    Args:
+      ids: int32 [N], distinct token ids, the most frequent ones of the use at hand.
+
+    Raises:
+      ValueError: ids repeated or outside the vocabulary.
+    """
+    known = sorted({int(i) for i in ids})
+    vocab_size = target.config.vocab_size
+    if len(known) != len(ids) or known[0] < 0 or known[-1] >= vocab_size:
+        raise ValueError(
+            f"`ids` must be distinct and lie in 0..{vocab_size - 1}, got {len(ids)} ids, "
+            f"{len(known)} distinct, from {known[0]} to {known[-1]}"
+        )
+    kept = jnp.asarray(known, jnp.int32)
+    if params.head is not None:
+        head = jnp.take(params.head, kept, axis=0)
+    else:
+        # The target's head is only known as a linear function: apply it to the basis.
+        basis = jnp.eye(target.config.width, dtype=jnp.float32)
+        head = target.unembed(target_params, basis)[:, kept].T
+    w2 = None if params.markov is None else jnp.take(params.markov.w2, kept, axis=0)
+    return params.replace(draft_vocabulary=DraftVocabulary(ids=kept, head=head, w2=w2))
+
+
+def _init_state(
+    config: DrafterConfig, batch: int, capacity: int
+) -> kv_cache.DenseCache:
+    return kv_cache.DenseCache.create(
+        config.num_layers,
+        batch,
+        capacity,
+        config.block.num_kv_heads,
+        config.block.head_width,
+        layers.dtype_of(config.compute_dtype),
+    )
+
+
+def _observe(
+    config: DrafterConfig,
+    params: DSparkParams,
+    state: kv_cache.DenseCache,
+    tokens: Int[Array, "B W"],
+    positions: Int[Array, "B W"],
+    taps: Float[Array, "B W MD"],
+) -> kv_cache.DenseCache:
+    del tokens  # The taps know them.
+    features = backbone.context_features(params.backbone, config, taps)
+    rows = backbone.context_keys_values(params.backbone, config, features, positions)
+    for layer, (key, value) in enumerate(rows):
+        state = state.write(layer, key, value, positions)
+    return state
+
+
+def _propose(
+    config: DrafterConfig,
+    target: Target,
+    params: DSparkParams,
+    target_params: PyTree,
+    state: kv_cache.DenseCache,
+    anchor: Int[Array, "B"],
+    position: Int[Array, "B"],
+    sampler: DraftSampler,
+) -> tuple[Draft, kv_cache.DenseCache]:
+    length = sampler.draft_length
+    dtype = layers.dtype_of(config.compute_dtype)
+    inputs = backbone.block_inputs(config, anchor, length)  # [B, K]
+    if params.embed is None:
+        embedded = target.embed(target_params, inputs).astype(dtype)
+    else:
+        embedded = layers.embed(params.embed, inputs, dtype)
+    positions = position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    index = jnp.arange(state.capacity, dtype=jnp.int32)
+    hidden = backbone.block_hidden(
+        params.backbone,
+        config,
+        embedded[:, None],
+        positions[:, None],
+        [state.context(layer) for layer in range(config.num_layers)],
+        index[None, None] < position[:, None, None],
+    )[:, 0]  # [B, K, D]
+    base_logits, ids = _base_logits(params, target, target_params, hidden)
+    rows = None  # [B, K, N], rows of W2 when drafting among candidates
+    if sampler.candidates is not None:
+        num = min(sampler.candidates, base_logits.shape[-1])
+        base_logits, rows = jax.lax.top_k(base_logits, num)
+        ids = rows if ids is None else ids[rows]
+    draft = _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
+    return draft, state
+
+
+def _base_logits(
+    params: DSparkParams, target: Target, target_params: PyTree, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    if params.draft_vocabulary is not None:
+        vocabulary = params.draft_vocabulary
+        return layers.unembed(hidden, vocabulary.head), vocabulary.ids
+    if params.head is not None:
+        return layers.unembed(hidden, params.head), None
+    return target.unembed(target_params, hidden), None
+
+
+def _draw_block(
+    config: DrafterConfig,
+    params: DSparkParams,
+    sampler: DraftSampler,
+    anchor: jax.Array,
+    hidden: jax.Array,
+    base_logits: jax.Array,
+    ids: jax.Array | None,
+    rows: jax.Array | None,
+) -> Draft:
+    """The sequential part: K draws, unrolled (a nested loop would split a GPU graph)."""
+    batch, length = hidden.shape[:2]
+    w2: Any = None
+    if params.markov is not None:
+        w2 = params.markov.w2
+        if params.draft_vocabulary is not None:
+            w2 = params.draft_vocabulary.w2
+    previous = anchor
+    state = None if params.markov is None else markov.initial_state(config, (batch,))
+    slots: list[tuple] = []
+    for slot in range(length):
+        slot_hidden, logits, embedding = hidden[:, slot], base_logits[:, slot], None
+        if params.markov is not None:
+            embedding = markov.embedding(params.markov, config, previous)
+            feature, state = markov.feature(
+                params.markov, config, slot_hidden, embedding, state
+            )
+            if rows is None:
+                logits = logits + markov.transition_bias(w2, feature)
+            else:
+                logits = logits + markov.candidate_bias(w2, feature, rows[:, slot])
+        confidence_logit = None
+        if params.confidence is not None:
+            confidence_logit = confidence.logits(
+                params.confidence, config, slot_hidden, embedding
+            )
+        slot_ids = ids[:, slot] if ids is not None and ids.ndim == 3 else ids
+        previous, probability, row = sampler.draw(slot, logits, slot_ids)
+        slots.append((previous, probability, logits, row, confidence_logit))
+    tokens, probabilities, logits, drawn, confidences = zip(*slots, strict=True)
+    return Draft(
+        tokens=jnp.stack(tokens, axis=1),
+        probability=jnp.stack(probabilities, axis=1),
+        logits=jnp.stack(logits, axis=1),
+        ids=ids,
+        row=_stack_rows(drawn),
+        confidence_logits=None
+        if params.confidence is None
+        else jnp.stack(confidences, axis=1),
+    )
+
+
+def _stack_rows(rows: tuple[Row, ...]) -> Row:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *rows)

@@ -1,0 +1,1 @@
+"""Checkpoint dialects of other systems: one a file, both ways."""

@@ -1,0 +1,106 @@
+"""Keys and values of past tokens: the only file that knows how they lie in memory.
+
+A cache is a pytree with `attend(layer, query, key, value, positions)`, which writes the
+new rows and lets every row see the positions up to its own. Nothing is ever erased:
+rows beyond a sequence's end are stale, are overwritten before they can be read, and so
+rolling back costs nothing.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from dspark_jax import layers
+
+
+@flax.struct.dataclass
+class DenseCache:
+    """One row of `capacity` positions per request; index = position.
+
+    Keys and values are [B, G, C, E] a layer (heads before positions: attention then
+    needs no transposed copy on a CPU), in a tuple, so that a decode step updates them in
+    place.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+    @classmethod
+    def create(
+        cls,
+        num_layers: int,
+        batch: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_width: int,
+        dtype: jnp.dtype,
+    ) -> "DenseCache":
+        """An empty cache: zeros, so that masked rows never hold NaN."""
+        shape = (batch, num_kv_heads, capacity, head_width)
+        return cls(
+            keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+            values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.keys[0].shape[2]
+
+    def write(
+        self, layer: int, key: jax.Array, value: jax.Array, positions: jax.Array
+    ) -> "DenseCache":
+        """Stores rows [B, W, G, E] at positions [B, W]; position -1 writes nothing."""
+        return self.replace(
+            keys=_replace_at(self.keys, layer, _scatter(self.keys[layer], key, positions)),
+            values=_replace_at(
+                self.values, layer, _scatter(self.values[layer], value, positions)
+            ),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, "DenseCache"]:
+        """Writes the rows, then attends causally: a row sees positions up to its own.
+
+        Args:
+          layer: 0-based.
+          query: [B, W, H, E]; key, value: [B, W, G, E].
+          positions: int32 [B, W]; -1 = padding.
+
+        Returns:
+          Attention output [B, W, H, E] and the cache with the rows written.
+        """
+        cache = self.write(layer, key, value, positions)
+        index = jnp.arange(self.capacity, dtype=jnp.int32)
+        visible = index[None, None, None] <= positions[:, None, :, None]  # [B, 1, W, C]
+        segment = (cache.keys[layer], cache.values[layer], visible)
+        out = layers.grouped_attention(query[:, None], [segment])
+        return out[:, 0], cache
+
+    def context(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, G, C, E] of one layer, stale rows included."""
+        return self.keys[layer], self.values[layer]
+
+
+def repeat_rows(cache, count: int):
+    """Every request's row `count` times, in place order [a, a, b, b]: any cache pytree."""
+    return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), cache)
+
+
+def _scatter(stored: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    batch, width = positions.shape
+    # Out of bounds is dropped; -1 must be moved there, since it would wrap around.
+    index = jnp.where(positions < 0, stored.shape[2], positions)
+    request = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], index.shape)
+    return stored.at[request, :, index].set(
+        rows.astype(stored.dtype), mode="drop", unique_indices=False
+    )
+
+
+def _replace_at(items: tuple, index: int, item) -> tuple:
+    return (*items[:index], item, *items[index + 1 :])

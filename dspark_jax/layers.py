@@ -1,0 +1,311 @@
+"""Layers of the Llama/Qwen3 family as pure functions, shared by targets and drafters.
+
+Projections are stored [in, out], embeddings and heads [V, D]. `dot` and `unembed` are
+the only matrix products: in float32 they ask for true float32 (no tf32), because the
+target's one-row and W-row passes must agree.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dspark_jax import config as config_lib
+from dspark_jax.config import BlockConfig, RopeConfig
+
+
+@flax.struct.dataclass
+class BlockParams:
+    """One transformer block; fields that the config switches off are None."""
+
+    input_norm: jax.Array  # [D]
+    q: jax.Array  # [D, H*E]
+    k: jax.Array  # [D, G*E]
+    v: jax.Array  # [D, G*E]
+    o: jax.Array  # [H*E, D]
+    post_norm: jax.Array  # [D]
+    gate: jax.Array  # [D, F]
+    up: jax.Array  # [D, F]
+    down: jax.Array  # [F, D]
+    q_norm: jax.Array | None = None  # [E]
+    k_norm: jax.Array | None = None  # [E]
+    q_bias: jax.Array | None = None  # [H*E]
+    k_bias: jax.Array | None = None  # [G*E]
+    v_bias: jax.Array | None = None  # [G*E]
+    o_bias: jax.Array | None = None  # [D]
+    gate_bias: jax.Array | None = None  # [F]
+    up_bias: jax.Array | None = None  # [F]
+    down_bias: jax.Array | None = None  # [D]
+
+
+def abstract_block(config: BlockConfig, dtype: Any) -> BlockParams:
+    """Shapes of one block's parameters."""
+    width, ffn = config.width, config.ffn_width
+    queries = config.num_heads * config.head_width
+    keys = config.num_kv_heads * config.head_width
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def maybe(present: bool, *shape: int) -> Any:
+        return array(*shape) if present else None
+
+    return BlockParams(
+        input_norm=array(width),
+        q=array(width, queries),
+        k=array(width, keys),
+        v=array(width, keys),
+        o=array(queries, width),
+        post_norm=array(width),
+        gate=array(width, ffn),
+        up=array(width, ffn),
+        down=array(ffn, width),
+        q_norm=maybe(config.qk_norm, config.head_width),
+        k_norm=maybe(config.qk_norm, config.head_width),
+        q_bias=maybe(config.attention_bias, queries),
+        k_bias=maybe(config.attention_bias, keys),
+        v_bias=maybe(config.attention_bias, keys),
+        o_bias=maybe(config.output_bias, width),
+        gate_bias=maybe(config.mlp_bias, ffn),
+        up_bias=maybe(config.mlp_bias, ffn),
+        down_bias=maybe(config.mlp_bias, width),
+    )
+
+
+def init_from_abstract(key: jax.Array, abstract: Any, scale: float = 0.02) -> Any:
+    """Random parameters: matrices N(0, scale²), fields named `*norm` 1, `*bias` 0."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    keys = jax.random.split(key, max(len(leaves), 1))
+    values = []
+    for leaf_key, (path, leaf) in zip(keys, leaves, strict=True):
+        name = str(getattr(path[-1], "name", path[-1]))
+        if name.endswith("norm"):
+            values.append(jnp.ones(leaf.shape, leaf.dtype))
+        elif name.endswith("bias"):
+            values.append(jnp.zeros(leaf.shape, leaf.dtype))
+        else:
+            noise = jax.random.normal(leaf_key, leaf.shape, jnp.float32)
+            values.append((scale * noise).astype(leaf.dtype))
+    return jax.tree_util.tree_unflatten(treedef, values)
+
+
+def block(
+    params: BlockParams,
+    config: BlockConfig,
+    x: Float[Array, "B W D"],
+    positions: Int[Array, "B W"],
+    attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+) -> tuple[Float[Array, "B W D"], Any]:
+    """One pre-norm block: x + attention(norm(x)), then + SwiGLU(norm(x)).
+
+    Args:
+      attend: (query [B, W, H, E], key [B, W, G, E], value [B, W, G, E]) -> (output
+        [B, W, H, E], aux): what the rows may see is the caller's business.
+
+    Returns:
+      The block's output and `aux` (an updated cache, say).
+    """
+    normed = rms_norm(x, params.input_norm, config.rms_eps)
+    query = queries(params, config, normed, positions)
+    key, value = keys_values(params, config, normed, positions)
+    attended, aux = attend(query, key, value)
+    flat = attended.reshape(*attended.shape[:-2], -1)  # [B, W, H*E]
+    x = x + dot(flat, params.o, params.o_bias)
+    normed = rms_norm(x, params.post_norm, config.rms_eps)
+    return x + swiglu(params, normed), aux
+
+
+def queries(
+    params: BlockParams, config: BlockConfig, x: jax.Array, positions: jax.Array
+) -> Float[Array, "B W H E"]:
+    """Rotated queries of already normed rows."""
+    query = dot(x, params.q, params.q_bias)
+    query = query.reshape(*x.shape[:-1], config.num_heads, config.head_width)
+    if params.q_norm is not None:
+        query = rms_norm(query, params.q_norm, config.rms_eps)
+    return rope(query, positions, config.rope)
+
+
+def keys_values(
+    params: BlockParams, config: BlockConfig, x: jax.Array, positions: jax.Array
+) -> tuple[Float[Array, "B W G E"], Float[Array, "B W G E"]]:
+    """Rotated keys, and values, of already normed rows (or of context features)."""
+    shape = (*x.shape[:-1], config.num_kv_heads, config.head_width)
+    key = dot(x, params.k, params.k_bias).reshape(shape)
+    value = dot(x, params.v, params.v_bias).reshape(shape)
+    if params.k_norm is not None:
+        key = rms_norm(key, params.k_norm, config.rms_eps)
+    return rope(key, positions, config.rope), value
+
+
+def swiglu(params: BlockParams, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """down(silu(gate(x)) * up(x))."""
+    gate = dot(x, params.gate, params.gate_bias)
+    up = dot(x, params.up, params.up_bias)
+    return dot(jax.nn.silu(gate) * up, params.down, params.down_bias)
+
+
+def rms_norm(
+    x: Float[Array, "... D"], gain: Float[Array, "D"], eps: float
+) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x²) + eps) * gain, the statistics in float32."""
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    normed = wide * jax.lax.rsqrt(mean_square + jnp.float32(eps))
+    return normed.astype(x.dtype) * _along_last_axis(gain, x)
+
+
+def rope(
+    x: Float[Array, "... W N E"], positions: Int[Array, "... W"], config: RopeConfig
+) -> Float[Array, "... W N E"]:
+    """Rotates pairs (i, i + E/2) of every head by position * frequency_i, in float32.
+
+    Padding rows (position -1) rotate as position 0: they are never read.
+    """
+    frequencies = rope_frequencies(config, x.shape[-1])
+    angles = jnp.maximum(positions, 0).astype(jnp.float32)[..., None]
+    angles = angles * _along_last_axis(frequencies, angles)  # [..., W, E/2]
+    cos = jnp.cos(angles)[..., None, :]  # [..., W, 1, E/2]
+    sin = jnp.sin(angles)[..., None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def rope_frequencies(config: RopeConfig, head_width: int) -> Float[Array, "E/2"]:
+    """Frequencies theta^(-2i/E), float32, rescaled as `config.kind` says."""
+    exponents = jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width
+    frequencies = jnp.float32(1.0) / (jnp.float32(config.theta) ** exponents)
+    if config.kind == "linear":
+        return frequencies / jnp.float32(config.factor)
+    if config.kind == "llama3":
+        # Wavelengths shorter than `short` are kept, longer than `long` divided by
+        # factor, and those between interpolated.
+        short = config.original_max_position / config.high_freq_factor
+        long = config.original_max_position / config.low_freq_factor
+        wavelengths = jnp.float32(2 * jnp.pi) / frequencies
+        span = config.high_freq_factor - config.low_freq_factor
+        smooth = config.original_max_position / wavelengths - config.low_freq_factor
+        smooth = smooth / jnp.float32(span)
+        slow = frequencies / jnp.float32(config.factor)
+        mixed = (1 - smooth) * slow + smooth * frequencies
+        return jnp.where(
+            wavelengths > long, slow, jnp.where(wavelengths < short, frequencies, mixed)
+        )
+    return frequencies
+
+
+def grouped_attention(
+    query: Float[Array, "B N W H E"],
+    segments: Sequence[tuple[jax.Array, jax.Array, jax.Array | None]],
+) -> Float[Array, "B N W H E"]:
+    """One softmax over several segments of keys, H/G query heads per key head.
+
+    Scores and softmax are float32. A row that sees nothing returns a finite value.
+
+    Args:
+      query: N blocks of W rows per request.
+      segments: (keys, values, visible) each. Keys and values [B, G, C, E] are shared by
+        a request's blocks, [B, N, W', G, E] belong to one block; visible is bool
+        [B, N, W, C] (or broadcastable), None = all.
+    """
+    batch, blocks, rows, heads, width = query.shape
+    scores, weighted = [], []
+    for keys, values, visible in segments:
+        own = keys.ndim == 5
+        kv_heads = keys.shape[3] if own else keys.shape[1]
+        grouped = query.reshape(
+            batch, blocks, rows, kv_heads, heads // kv_heads, width
+        )
+        part = jnp.einsum(
+            "bnwghe,bncge->bgnhwc" if own else "bnwghe,bgce->bgnhwc",
+            grouped,
+            keys,
+            precision=precision(query.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        part = part * jnp.float32(width**-0.5)
+        if visible is not None:
+            # finfo.min, not -inf: a row that sees nothing must stay finite.
+            floor = jnp.finfo(jnp.float32).min
+            part = jnp.where(visible[:, None, :, None], part, floor)
+        scores.append(part)
+        weighted.append(
+            (values, "bgnhwc,bncge->bnwghe" if own else "bgnhwc,bgce->bnwghe")
+        )
+    sizes = np.cumsum([part.shape[-1] for part in scores])[:-1]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    out = jnp.float32(0)
+    for part, (values, spec) in zip(
+        jnp.split(weights, sizes, axis=-1), weighted, strict=True
+    ):
+        out = out + jnp.einsum(
+            spec,
+            part.astype(values.dtype),
+            values,
+            precision=precision(query.dtype),
+            preferred_element_type=jnp.float32,
+        )
+    return out.reshape(query.shape).astype(query.dtype)
+
+
+def dot(
+    x: Float[Array, "... I"],
+    weight: Float[Array, "I O"],
+    bias: Float[Array, "O"] | None = None,
+) -> Float[Array, "... O"]:
+    """x @ weight + bias in x's dtype."""
+    out = jax.lax.dot_general(
+        x,
+        weight.astype(x.dtype),
+        (((x.ndim - 1,), (0,)), ((), ())),
+        precision=precision(x.dtype),
+    )
+    return out if bias is None else out + _along_last_axis(bias, out)
+
+
+def unembed(
+    hidden: Float[Array, "... D"], head: Float[Array, "V D"]
+) -> Float[Array, "... V"]:
+    """Float32 logits: hidden @ head.T."""
+    # head @ hidden.T, then transposed: XLA:CPU runs hidden @ head.T of one row as a
+    # naive loop (20 ms against 3 for 49k x 576).
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits = jax.lax.dot_general(
+        head.astype(hidden.dtype),
+        rows,
+        (((1,), (1,)), ((), ())),
+        precision=precision(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    return logits.T.reshape(*hidden.shape[:-1], head.shape[0])
+
+
+def embed(
+    table: Float[Array, "V D"], ids: Int[Array, "..."], dtype: Any
+) -> Float[Array, "... D"]:
+    """Rows of the embedding table; ids outside the vocabulary are clipped."""
+    return jnp.take(table, ids, axis=0, mode="clip").astype(dtype)
+
+
+def _along_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """`vector` with leading axes of size 1 and the dtype of `like`, to broadcast."""
+    return vector.astype(like.dtype).reshape(*([1] * (like.ndim - 1)), -1)
+
+
+def precision(dtype: Any) -> jax.lax.Precision:
+    """True float32 for float32 operands, the backend's default otherwise."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return jax.lax.Precision.HIGHEST
+    return jax.lax.Precision.DEFAULT
+
+
+def dtype_of(name: str) -> Any:
+    """The numpy dtype of a configuration's dtype name."""
+    if name not in config_lib.DTYPES:
+        raise ValueError(f"dtype must be one of {config_lib.DTYPES}, got {name!r}")
+    return jnp.dtype(name)

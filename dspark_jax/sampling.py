@@ -1,0 +1,283 @@
+"""Sampling distributions (temperature, top-k, top-p, min-p) and draws from them.
+
+A distribution is a `Row`: a cut on the scaled logits and a log-normaliser, found once by
+bisection (no sort of the vocabulary) and then evaluated pointwise wherever p or q is
+needed, so that the distribution a token was drawn from and the one it is tested against
+are the same number. Noise comes from `noise.py`.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax import checks, noise
+from dspark_jax.types import Row
+
+
+
+
+@flax.struct.dataclass
+class Sampling:
+    """Sampling settings: floats or arrays, [] or [B]. A field that is None is absent.
+
+    Attributes:
+      temperature: >= 0; 0 is greedy for that row. None: the whole program is greedy and
+        draws no noise.
+      top_k: keep the k largest logits, k >= 1, and their ties.
+      top_p: keep the fewest most likely tokens whose mass reaches top_p, 0 < top_p <= 1;
+        equal probabilities stay together.
+      min_p: keep tokens with at least min_p times the largest probability, 0..1.
+
+    The cuts apply in this order, each on the renormalised result of the one before
+    (Hugging Face's order). Temperature 1 and no cut is the model's own distribution.
+    """
+
+    temperature: jax.Array | float | None = None
+    top_k: jax.Array | int | None = None
+    top_p: jax.Array | float | None = None
+    min_p: jax.Array | float | None = None
+
+
+def check_sampling(sampling: Sampling, batch: int) -> Sampling:
+    """Returns the settings as arrays [B]; values are checked where they are known.
+
+    Raises:
+      ValueError: a value out of range, or a shape that is neither [] nor [B].
+      TypeError: not a Sampling, or a cut without a temperature.
+    """
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"`sampling` must be a Sampling, got {type(sampling).__name__}")
+    if sampling.temperature is None:
+        for name in ("top_k", "top_p", "min_p"):
+            if getattr(sampling, name) is not None:
+                raise ValueError(
+                    f"`sampling.{name}` needs `sampling.temperature`: without one "
+                    "decoding is greedy"
+                )
+        return sampling
+    rules = {
+        "temperature": (jnp.float32, lambda x: x >= 0, ">= 0"),
+        "top_k": (jnp.int32, lambda x: x >= 1, ">= 1"),
+        "top_p": (jnp.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
+        "min_p": (jnp.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
+    }
+    fields = {}
+    for name, (dtype, is_valid, rule) in rules.items():
+        value = getattr(sampling, name)
+        if value is None:
+            continue
+        known = checks.known(value)
+        if known is not None:
+            if known.dtype.kind not in ("fiu" if dtype == jnp.float32 else "iu"):
+                raise TypeError(f"`sampling.{name}` must hold numbers, got {value!r}")
+            if not np.all(np.isfinite(known)) or not np.all(is_valid(known)):
+                raise ValueError(f"`sampling.{name}` must be {rule}, got {value}")
+        array = jnp.asarray(value, dtype)
+        if array.shape not in ((), (batch,)):
+            raise ValueError(
+                f"`sampling.{name}` must have shape () or (B,) = ({batch},), got "
+                f"{array.shape}"
+            )
+        fields[name] = jnp.broadcast_to(array, (batch,))
+    return Sampling(**fields)
+
+
+def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
+    """The sampling distribution of each row of logits.
+
+    Args:
+      logits: float32 [..., N], finite or -inf (a row that is not is for the caller to
+        handle: its log-normaliser is not finite).
+      sampling: fields [...], or None.
+    """
+    shape = logits.shape[:-1]
+    largest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if sampling.temperature is None:
+        return Row(
+            cut=jnp.full(shape, -jnp.inf, jnp.float32),
+            log_normaliser=jnp.zeros(shape, jnp.float32),
+            point=largest,
+        )
+    temperature = sampling.temperature
+    scaled = scale(logits, temperature)
+    top = jnp.max(scaled, axis=-1)
+    cut = jnp.full(shape, -jnp.inf, jnp.float32)
+    if sampling.top_k is not None:
+        cut = jnp.maximum(cut, _top_k_cut(scaled, sampling.top_k))
+    if sampling.top_p is not None:
+        top_p_cut = _top_p_cut(scaled, top, cut, sampling.top_p)
+        # At 1 nothing is cut: a tail too small to move the sum must stay.
+        cut = jnp.where(sampling.top_p < 1, jnp.maximum(cut, top_p_cut), cut)
+    if sampling.min_p is not None:
+        # p >= min_p * max p, in logits; log(0) = -inf keeps everything.
+        cut = jnp.maximum(cut, top + jnp.log(sampling.min_p))
+    # exp(x - inf) must not appear for a row that is not finite: it is point-like anyway.
+    offset = jnp.where(jnp.isfinite(top), top, 0.0)
+    mass = jnp.where(scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0)
+    log_normaliser = offset + jnp.log(jnp.sum(mass, axis=-1))
+    return Row(
+        cut=cut,
+        log_normaliser=log_normaliser,
+        point=jnp.where(temperature == 0, largest, -1).astype(jnp.int32),
+    )
+
+
+def scale(logits: jax.Array, temperature: jax.Array | None) -> jax.Array:
+    """logits / T; T = 0 divides by 1 (such rows are point masses)."""
+    if temperature is None:
+        return logits
+    safe = jnp.where(temperature > 0, temperature, 1.0)
+    return logits / safe[..., None]
+
+
+def probability(
+    logits: Float[Array, "... N"],
+    ids: Int[Array, "... N"],
+    row: Row,
+    temperature: Float[Array, "..."] | None,
+) -> Float[Array, "... N"]:
+    """p of the tokens `ids` with these logits, under `row`, float32; pointwise."""
+    point = (ids == row.point[..., None]).astype(jnp.float32)
+    if temperature is None:
+        return point
+    scaled = scale(logits, temperature)
+    smooth = jnp.where(
+        scaled >= row.cut[..., None],
+        jnp.exp(scaled - row.log_normaliser[..., None]),
+        0.0,
+    )
+    return jnp.where(row.point[..., None] >= 0, point, smooth)
+
+
+def log_probability(
+    logit: Float[Array, "..."], row: Row, temperature: Float[Array, "..."] | None
+) -> Float[Array, "..."]:
+    """log p of one drawn token a row (0 for a point mass on it), float32."""
+    if temperature is None:
+        return jnp.zeros_like(logit)
+    scaled = scale(logit[..., None], temperature)[..., 0]
+    return jnp.where(row.point >= 0, 0.0, scaled - row.log_normaliser)
+
+
+def draw(
+    logits: Float[Array, "... N"],
+    row: Row,
+    temperature: Float[Array, "..."] | None,
+    gumbel: Float[Array, "... N"] | None,
+) -> Int[Array, "..."]:
+    """Index drawn from `row`: argmax of logits + T * gumbel over the kept logits.
+
+    At T = 0 this is the argmax of the logits, with no division.
+    """
+    if temperature is None or gumbel is None:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    kept = scale(logits, temperature) >= row.cut[..., None]
+    perturbed = jnp.where(kept, logits + temperature[..., None] * gumbel, -jnp.inf)
+    return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+
+
+@flax.struct.dataclass
+class DraftSampler:
+    """Draws the tokens of a draft: handed to `Drafter.propose`.
+
+    `draw(slot, logits, ids)` gives the slot's token, its probability and its Row. Under the "seeded" rule
+    the noise is that of plain decoding at the token's position; under the others it
+    belongs to this round alone (`noise.py`).
+    """
+
+    key: jax.Array  # typed keys [B]
+    anchor_position: jax.Array  # int32 [B]
+    sampling: Sampling  # fields [B] or None
+    draft_length: int = flax.struct.field(pytree_node=False)
+    rule: str = flax.struct.field(pytree_node=False, default="token")
+    candidates: int | None = flax.struct.field(pytree_node=False, default=None)
+
+    def draw(
+        self, slot: int, logits: Float[Array, "B N"], ids: Int[Array, "..."] | None
+    ) -> tuple[Int[Array, "B"], Float[Array, "B"], Row]:
+        """Draws slot `slot` (0-based) from logits [B, N] of the tokens `ids`.
+
+        Returns the token, its probability q and the Row it was drawn from.
+
+        A row that is not finite (NaN or +inf anywhere, or no support) becomes a point
+        mass on a valid token: the draft is then useless, never wrong.
+        """
+        batch, support = logits.shape
+        if ids is None:
+            ids = jnp.arange(support, dtype=jnp.int32)
+        ids = jnp.broadcast_to(ids, (batch, support))
+        is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
+        logits = jnp.where(is_finite[:, None], logits, 0.0)
+        row = make_row(logits, self.sampling)
+        gumbel = None
+        if self.sampling.temperature is not None:
+            if self.rule == "seeded":
+                gumbel = noise.token_gumbel(self.key, self.anchor_position + slot + 1, ids)
+            else:
+                gumbel = noise.round_gumbel(
+                    self.key, self.anchor_position, slot, noise.DRAFT, ids
+                )
+        index = draw(logits, row, self.sampling.temperature, gumbel)
+        token = jnp.take_along_axis(ids, index[:, None], axis=1)  # [B, 1]
+        is_point = (row.point >= 0) | ~is_finite
+        row = row.replace(point=jnp.where(is_point, token[:, 0], -1))
+        logit = jnp.take_along_axis(logits, index[:, None], axis=1)
+        q = probability(logit, token, row, self.sampling.temperature)
+        return token[:, 0], q[:, 0], row
+
+
+def _top_k_cut(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
+    """The k-th largest value: the largest t with count(scaled >= t) >= k."""
+    top_k = jnp.minimum(top_k, scaled.shape[-1])
+
+    def reaches(t):
+        count = jnp.sum((scaled >= t[..., None]).astype(jnp.int32), axis=-1)
+        return count >= top_k
+
+    return _largest_float(reaches, scaled.shape[:-1])
+
+
+def _top_p_cut(
+    scaled: jax.Array, top: jax.Array, cut: jax.Array, top_p: jax.Array
+) -> jax.Array:
+    """Smallest kept value: token v stays iff the mass strictly above it is < top_p.
+
+    Mass(>= t) >= top_p holds up to some largest t; tokens at or above it stay.
+    """
+    offset = jnp.where(jnp.isfinite(top), top, 0.0)
+    weight = jnp.where(scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0)
+    # Summing in one order everywhere keeps "all of it" equal to the total at top_p = 1.
+    total = jnp.sum(weight, axis=-1)
+
+    def reaches(t):
+        mass = jnp.sum(jnp.where(scaled >= t[..., None], weight, 0.0), axis=-1)
+        return mass >= top_p * total
+
+    return _largest_float(reaches, scaled.shape[:-1])
+
+
+def _largest_float(holds, shape: tuple[int, ...]) -> jax.Array:
+    """The largest float32 t for which the decreasing predicate `holds(t)` is true.
+
+    Bisects the 32-bit integers that order like floats: 32 steps, exact. -inf where it
+    holds nowhere.
+    """
+    # Keys are uint32 in float order: flip all bits of negatives, the sign of the rest.
+    low = jnp.full(shape, 0x007FFFFF, jnp.uint32)  # key of -inf
+    high = jnp.full(shape, 0xFF800000, jnp.uint32)  # key of +inf: never holds
+
+    def to_float(keys):
+        flipped = jnp.where(
+            keys >> 31 == 1, keys ^ jnp.uint32(0x80000000), ~keys
+        )
+        return jax.lax.bitcast_convert_type(flipped, jnp.float32)
+
+    def step(_, bounds):
+        low, high = bounds
+        middle = low + ((high - low) >> 1)
+        keep = holds(to_float(middle))
+        return jnp.where(keep, middle, low), jnp.where(keep, high, middle)
+
+    low, _ = jax.lax.fori_loop(0, 32, step, (low, high))
+    return to_float(low)

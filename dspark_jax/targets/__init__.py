@@ -1,0 +1,1 @@
+"""Target models: the decoder family, loaders and the tokenizer."""

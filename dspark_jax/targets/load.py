@@ -1,0 +1,197 @@
+"""Loading a target: the embedded default, a Hugging Face folder or a GGUF file.
+
+All sources come down to a `DecoderConfig` and tensors under Hugging Face names, which
+are checked against the configuration, transposed to [in, out] and put on the default
+device once. The fingerprint names the model, not the file: a GGUF, a bfloat16 and a
+float32 copy of one model have the same.
+"""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Mapping
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from dspark_jax import layers, tensor_files
+from dspark_jax.config import BlockConfig, DecoderConfig
+from dspark_jax.targets import decoder, fetch, gguf, gguf_llama, hf_config
+from dspark_jax.types import Target
+
+# Hugging Face name and whether it is a matrix, which is stored [out, in] there.
+BLOCK_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+}
+
+
+def load_target(
+    source: str | os.PathLike,
+    *,
+    param_dtype: str | None = "float32",
+    compute_dtype: str | None = None,
+) -> tuple[Target, decoder.DecoderParams]:
+    """Loads a target model and its parameters.
+
+    Args:
+      source: "smollm2-135m" (the embedded default), a Hugging Face folder, a .gguf
+        file, or a hub name "org/name" (needs the extra `hub`).
+      param_dtype: dtype of the parameters; None keeps the file's (float32 for GGUF).
+      compute_dtype: dtype of the matrix products; None takes `param_dtype`.
+
+    Returns:
+      The target (static, hashable) and its parameters, on the default device.
+
+    Raises:
+      ValueError: a damaged file, tensors that do not fit, or an unsupported field.
+      FileNotFoundError: no such source.
+    """
+    path = fetch.locate(source)
+    if path.is_dir():
+        config, tensors = _read_folder(path, param_dtype, compute_dtype)
+    else:
+        config, tensors = _read_gguf(path, param_dtype, compute_dtype)
+    shapes = expected_shapes(config)
+    tensor_files.check_tensors(tensors, shapes, path)
+    config = dataclasses.replace(
+        config, fingerprint=fingerprint(config, tensors["model.norm.weight"])
+    )
+    return decoder.make_target(config), _params(config, tensors)
+
+
+def fingerprint(config: DecoderConfig, final_norm: np.ndarray) -> str:
+    """16 hex digits that name a model: its sizes, and its final norm in bfloat16."""
+    block = config.block
+    sizes = (
+        config.vocab_size,
+        config.width,
+        config.num_layers,
+        block.num_heads,
+        block.num_kv_heads,
+        block.head_width,
+        block.ffn_width,
+    )
+    digest = hashlib.sha256(np.asarray(sizes, "<i8").tobytes())
+    rounded = np.asarray(final_norm).astype(np.float32).astype(ml_dtypes.bfloat16)
+    digest.update(rounded.view("<u2").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor that the configuration has."""
+    table = (config.vocab_size, config.width)
+    shapes = {
+        "model.embed_tokens.weight": table,
+        "model.norm.weight": (config.width,),
+    }
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = table
+    for layer in range(config.num_layers):
+        shapes |= block_shapes(config.block, f"model.layers.{layer}.")
+    return shapes
+
+
+def block_shapes(config: BlockConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape, [out, in], of one block's tensors."""
+    abstract = layers.abstract_block(config, np.float32)
+    return {
+        prefix + name: getattr(abstract, field).shape[::-1]
+        for field, name in BLOCK_NAMES.items()
+        if getattr(abstract, field) is not None
+    }
+
+
+def block_params(
+    config: BlockConfig, tensors: Mapping[str, np.ndarray], prefix: str, dtype: np.dtype
+) -> layers.BlockParams:
+    """One block from Hugging Face tensors, on the default device."""
+    abstract = layers.abstract_block(config, dtype)
+    return layers.BlockParams(
+        **{
+            field: to_device(tensors[prefix + name].T, dtype)
+            for field, name in BLOCK_NAMES.items()
+            if getattr(abstract, field) is not None
+        }
+    )
+
+
+def to_device(array: np.ndarray, dtype: np.dtype) -> jax.Array:
+    """The array on the default device; converted and laid out on the host, once."""
+    converted = np.ascontiguousarray(array.astype(dtype, copy=False))
+    return jax.device_put(converted.reshape(array.shape))
+
+
+def _read_folder(
+    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
+) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json")
+    config = hf_config.decoder_config(
+        tensor_files.read_json(path),
+        where=str(path),
+        generation=hf_config.read_generation_config(folder),
+        param_dtype=param_dtype,
+        compute_dtype=compute_dtype,
+    )
+    tensors = tensor_files.read_folder(folder)
+    # Buffers of old checkpoints, recomputed from the configuration.
+    tensors = {k: v for k, v in tensors.items() if not k.endswith(".inv_freq")}
+    head = tensors.get("lm_head.weight")
+    if config.tied_embeddings and head is not None:
+        embed = tensors.get("model.embed_tokens.weight")
+        if embed is None or not np.array_equal(head, embed):
+            raise ValueError(
+                f"{folder}: lm_head.weight must equal model.embed_tokens.weight when "
+                "tie_word_embeddings is true"
+            )
+        del tensors["lm_head.weight"]
+    return config, tensors
+
+
+def _read_gguf(
+    path: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
+) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
+    file = gguf.read(path)
+    config = gguf_llama.decoder_config(file)
+    param_dtype = param_dtype or "float32"
+    config = dataclasses.replace(
+        config, param_dtype=param_dtype, compute_dtype=compute_dtype or param_dtype
+    )
+    return config, gguf_llama.hf_tensors(file, config)
+
+
+def _params(
+    config: DecoderConfig, tensors: Mapping[str, np.ndarray]
+) -> decoder.DecoderParams:
+    dtype = layers.dtype_of(config.param_dtype)
+    return decoder.DecoderParams(
+        embed=to_device(tensors["model.embed_tokens.weight"], dtype),
+        layers=tuple(
+            block_params(config.block, tensors, f"model.layers.{layer}.", dtype)
+            for layer in range(config.num_layers)
+        ),
+        final_norm=to_device(tensors["model.norm.weight"], dtype),
+        head=None
+        if config.tied_embeddings
+        else to_device(tensors["lm_head.weight"], dtype),
+    )

@@ -1,0 +1,309 @@
+"""Tokenizers of targets: text to ids, chats to ids, and ids to text as they arrive.
+
+Built with the `tokenizers` package from a GGUF file or a folder's tokenizer.json. Chats
+are rendered natively for ChatML templates (no jinja2). In a chat the text of a message
+never becomes a control token: only the template's own marks do, so a user who writes
+"<|im_end|>" ends nothing. (Added tokens that a tokenizer does not mark special, such as
+Qwen3's "<think>", are still recognised: they control nothing.)
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
+
+from dspark_jax import tensor_files
+from dspark_jax.targets import fetch, gguf, gguf_llama, hf_config
+
+TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
+ROLES = ("system", "user", "assistant")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A template that holds one of these does more than ChatML's turns.
+_NOT_CHATML = ("strftime", "| trim", "|trim", "[INST]", "<|start_header_id|>", "<|eot")
+_DEFAULT_SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'\"{}]+?)<\|im_end\|>")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFormat:
+    """What a ChatML template adds to the turns themselves.
+
+    Attributes:
+      default_system: text of the system turn when the first message is not one.
+      has_thinking: the template knows `enable_thinking` (Qwen3).
+      drops_thoughts: of an assistant's message only what follows "</think>" is shown,
+        but for the last message, which shows its thoughts or empty ones (Qwen3).
+    """
+
+    default_system: str | None = None
+    has_thinking: bool = False
+    drops_thoughts: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text to ids and back; see `load_tokenizer`.
+
+    Attributes:
+      stop_tokens: ids that end a text.
+      chat: how chats are rendered; None: the template is not one that is supported.
+    """
+
+    stop_tokens: tuple[int, ...]
+    chat: ChatFormat | None
+    _backend: tokenizers.Tokenizer
+    _literal: tokenizers.Tokenizer  # the same, control tokens not recognised
+
+    @property
+    def vocab_size(self) -> int:
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; control tokens written in it are recognised."""
+        return self._backend.encode(text).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids; incomplete UTF-8 shows as U+FFFD."""
+        return self._backend.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        *,
+        enable_thinking: bool | None = None,
+    ) -> list[int]:
+        """Ids of a chat; control tokens written in a message stay plain text.
+
+        Args:
+          messages: {"role": "system" | "user" | "assistant", "content": text} each.
+          add_generation_prompt: end with the head of an assistant's turn.
+          enable_thinking: False closes the thoughts of templates that have them.
+
+        Raises:
+          ValueError: the template is not ChatML, or a malformed message.
+        """
+        if self.chat is None:
+            raise ValueError(
+                "the tokenizer's chat template is not supported: only ChatML templates "
+                "are rendered (without jinja2); render it and pass the text to encode"
+            )
+        for message in messages:
+            _check_message(message)
+        turns = [(m["role"], m["content"]) for m in messages]
+        system = self.chat.default_system
+        if system is not None and (not turns or turns[0][0] != "system"):
+            turns.insert(0, ("system", system))
+        ids: list[int] = []
+        start, end = self._control(TURN_START), self._control(TURN_END)
+        newline = self._plain("\n")
+        for index, (role, content) in enumerate(turns):
+            if role == "assistant" and self.chat.drops_thoughts:
+                content = _thoughts(content, is_last=index == len(turns) - 1)
+            ids += [start, *self._plain(f"{role}\n{content}"), end, *newline]
+        if add_generation_prompt:
+            head = "assistant\n"
+            if self.chat.has_thinking and enable_thinking is False:
+                head += "<think>\n\n</think>\n\n"
+            ids += [start, *self._backend.encode(head, add_special_tokens=False).ids]
+        return ids
+
+    def _plain(self, text: str) -> list[int]:
+        return self._literal.encode(text, add_special_tokens=False).ids
+
+    def _control(self, token: str) -> int:
+        index = self._backend.token_to_id(token)
+        if index is None:
+            raise ValueError(f"the chat template uses {token!r}, which is not a token")
+        return index
+
+
+class StreamDecoder:
+    """Turns a growing list of ids into pieces of text, never half a character.
+
+    The pieces, with `finish()` last, add up to the text of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._begin = 0  # first id of the window that is decoded
+        self._end = 0  # ids whose text was given out
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The new text of `ids`, the whole list so far.
+
+        Raises:
+          ValueError: `ids` is shorter than at the last call.
+        """
+        if len(ids) < len(self._ids):
+            raise ValueError(
+                f"`ids` must not shrink, got {len(ids)} after {len(self._ids)}"
+            )
+        self._ids += [int(i) for i in ids[len(self._ids) :]]
+        return self._advance(is_last=False)
+
+    def finish(self) -> str:
+        """The text that was held back, complete or not."""
+        return self._advance(is_last=True)
+
+    def _advance(self, *, is_last: bool) -> str:
+        # A window that begins one piece earlier, since some tokenizers drop a space at
+        # the beginning of a text.
+        known = self._tokenizer.decode(self._ids[self._begin : self._end])
+        text = self._tokenizer.decode(self._ids[self._begin :])
+        if text.endswith(_REPLACEMENT) and not is_last:
+            return ""
+        if len(text) > len(known):
+            self._begin = self._end
+        self._end = len(self._ids)
+        return text[len(known) :]
+
+
+def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
+    """Loads the tokenizer of a target: same sources as `load_target`.
+
+    Raises:
+      ValueError: a damaged file, or a kind of tokenizer that is not supported.
+      FileNotFoundError: no such source, or a folder without tokenizer.json.
+    """
+    path = fetch.locate(source)
+    if path.is_dir():
+        return _from_folder(path)
+    file = gguf.read(path)
+    backend = _gguf_backend(file)
+    template = file.metadata.get("tokenizer.chat_template")
+    return _make(backend, template, gguf_llama.stop_tokens(file))
+
+
+def chat_format(template: str | None) -> ChatFormat | None:
+    """What a ChatML template adds, found by its content; None for any other."""
+    if not template or TURN_START not in template or TURN_END not in template:
+        return None
+    if any(mark in template for mark in _NOT_CHATML):
+        return None
+    found = _DEFAULT_SYSTEM.search(template)
+    default = found.group(1).replace("\\n", "\n") if found else None
+    return ChatFormat(
+        default,
+        has_thinking="enable_thinking" in template,
+        drops_thoughts="</think>')[-1]" in template,
+    )
+
+
+def _make(
+    backend: tokenizers.Tokenizer, template: str | None, stop_tokens: tuple[int, ...]
+) -> Tokenizer:
+    literal = tokenizers.Tokenizer.from_str(backend.to_str())
+    literal.encode_special_tokens = True
+    return Tokenizer(stop_tokens, chat_format(template), backend, literal)
+
+
+def _from_folder(folder: pathlib.Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} has no tokenizer.json")
+    # The package's own errors are bare Exceptions: ask for what it asks for first.
+    if "model" not in tensor_files.read_json(path):
+        raise ValueError(f"{path} is not a tokenizer: it lacks 'model'")
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    settings = _optional(folder / "tokenizer_config.json")
+    stop_tokens = hf_config.stop_tokens(
+        _optional(folder / "config.json"),
+        hf_config.read_generation_config(folder),
+        where=str(folder / "config.json"),
+    )
+    eos = settings.get("eos_token")
+    eos = eos.get("content") if isinstance(eos, dict) else eos
+    if not stop_tokens and eos is not None:
+        index = backend.token_to_id(eos)
+        if index is None:
+            raise ValueError(f"{folder}: eos_token {eos!r} is not a token")
+        stop_tokens = (index,)
+    return _make(backend, _template(folder, settings), stop_tokens)
+
+
+def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # Several named ones, in older files.
+        named = {t.get("name"): t.get("template") for t in template}
+        template = named.get("default")
+    return template
+
+
+def _optional(path: pathlib.Path) -> dict[str, Any]:
+    return tensor_files.read_json(path) if path.is_file() else {}
+
+
+def _gguf_backend(file: gguf.GgufFile) -> tokenizers.Tokenizer:
+    """BPE as llama.cpp builds it for `pre` "smollm": single digits, then bytes."""
+    model = file.metadata.get("tokenizer.ggml.model")
+    pre = file.metadata.get("tokenizer.ggml.pre")
+    if (model, pre) != ("gpt2", "smollm"):
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.model and .pre must be 'gpt2' and 'smollm', "
+            f"got {model!r} and {pre!r}"
+        )
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    kinds = file.metadata.get("tokenizer.ggml.token_type")
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or not isinstance(kinds, list):
+        raise ValueError(f"{file.path}: the tokenizer lacks its merges or token types")
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) != len(tokens) or len(kinds) != len(tokens):
+        raise ValueError(f"{file.path}: tokens must be distinct, with one type each")
+    for pair in pairs:
+        if len(pair) != 2 or any(t not in vocab for t in (*pair, "".join(pair))):
+            raise ValueError(
+                f"{file.path}: merges must be pairs of tokens that make a token, got "
+                f"{' '.join(pair)!r}"
+            )
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, pairs))
+    steps = tokenizers.pre_tokenizers
+    backend.pre_tokenizer = steps.Sequence(
+        [
+            steps.Digits(individual_digits=True),
+            steps.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == gguf_llama.CONTROL
+        ]
+    )
+    return backend
+
+
+def _thoughts(content: str, *, is_last: bool) -> str:
+    thoughts, mark, answer = content.rpartition("</think>")
+    answer = answer.lstrip("\n") if mark else content
+    if not is_last:
+        return answer
+    thoughts = thoughts.split("<think>")[-1].strip("\n")
+    return f"<think>\n{thoughts}\n</think>\n\n" + answer.lstrip("\n")
+
+
+def _check_message(message: Mapping[str, str]) -> None:
+    if not {"role", "content"} <= set(message):
+        raise ValueError(
+            f"messages must have the keys 'role' and 'content', got {message!r}"
+        )
+    if message["role"] not in ROLES:
+        raise ValueError(f"role must be one of {ROLES}, got {message['role']!r}")
+    if not isinstance(message["content"], str):
+        raise ValueError(f"content must be text, got {message['content']!r}")

@@ -1,0 +1,164 @@
+"""A corpus of self-written rows: prefixes on the host, rows on the device.
+
+Batch i depends on (seed, i) only, so a corpus is known by its seed and the number of
+its batches: after a restart the same rows are written again.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dspark_jax.training import prompts
+from dspark_jax.training.data import DataConfig, Prefixes, Rows
+
+# Shares of the beginnings: bare user turn, user turn begun with an opening, prompt.
+SHARES = (0.40, 0.15, 0.45)
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a tokenizer (`dspark_jax.load_tokenizer` gives one)."""
+
+    def encode_chat(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Ids of a chat."""
+
+
+class ChatTokens(NamedTuple):
+    """The fixed parts of a chat, as ids."""
+
+    shared: tuple[int, ...]  # every row starts with it: the system turn, "…user"
+    begin_user: tuple[int, ...]  # what is left of the user's header
+    end_of_turn: int
+    to_answer: tuple[int, ...]  # after the end of a user turn
+    to_user: tuple[int, ...]  # after the end of an answer
+
+
+def chat_tokens(tokenizer: ChatTokenizer) -> ChatTokens:
+    """Reads the fixed parts off two rendered chats (ChatML: every turn ends alike)."""
+    empty = [{"role": "user", "content": ""}]
+    closed = tokenizer.encode_chat(empty, add_generation_prompt=False)
+    asking = tokenizer.encode_chat(empty)
+    end, newline = closed[-2:]
+    start = asking[len(closed)]
+    header = len(closed) - 1 - closed[::-1].index(start)
+    return ChatTokens(
+        shared=tuple(closed[:-3]),
+        begin_user=(closed[-3],),
+        end_of_turn=end,
+        to_answer=(newline, *asking[len(closed) :]),
+        to_user=(newline, *closed[header:-2]),
+    )
+
+
+def make_prefixes(
+    rng: np.random.Generator,
+    tokenizer: ChatTokenizer,
+    chat: ChatTokens,
+    batch: int,
+    max_prefix: int,
+) -> Prefixes:
+    """What the rows of one batch start with; prompts that are too long are left bare."""
+    kinds = rng.choice(3, size=batch, p=SHARES)
+    openings = rng.integers(len(prompts.OPENINGS), size=batch)
+    texts = iter(prompts.make_prompts(rng, int(np.sum(kinds == 2))))
+    tokens = np.zeros((batch, max_prefix), np.int32)
+    lengths = np.ones(batch, np.int32)
+    complete = np.zeros(batch, np.bool_)
+    tokens[:, 0] = chat.begin_user[0]
+    for row, (kind, opening) in enumerate(zip(kinds, openings, strict=True)):
+        if kind == 0:
+            continue
+        content = prompts.OPENINGS[opening] if kind == 1 else next(texts)
+        ids = tokenizer.encode_chat(
+            [{"role": "user", "content": content}], add_generation_prompt=bool(kind == 2)
+        )
+        ids = ids[len(chat.shared) :]
+        if kind == 1:
+            ids = ids[:-2]  # the turn goes on
+        if len(ids) > max_prefix:
+            continue
+        tokens[row, : len(ids)] = ids
+        lengths[row] = len(ids)
+        complete[row] = kind == 2
+    return Prefixes(
+        tokens=jnp.asarray(tokens),
+        lengths=jnp.asarray(lengths),
+        is_complete=jnp.asarray(complete),
+    )
+
+
+def write(
+    seed: int,
+    tokenizer: ChatTokenizer,
+    write_rows: Callable[[jax.Array, jax.Array, Prefixes], Rows],
+    *,
+    batch: int,
+    max_prefix: int,
+    max_batches: int,
+    seconds: float,
+    log: Callable[[str], Any],
+) -> tuple[Rows, int]:
+    """Writes batches until `max_batches` or `seconds` are spent; the first one counts.
+
+    Args:
+      write_rows: (key, shared, prefixes) -> Rows, compiled; see `data.write_rows`.
+
+    Returns:
+      All rows, on the device (tokens uint16 where they fit), and the number of batches.
+    """
+    chat = chat_tokens(tokenizer)
+    shared = jnp.asarray(chat.shared, jnp.int32)
+    start = time.monotonic()
+    done: list[Rows] = []
+    while len(done) < max_batches:
+        index = len(done)
+        rng = np.random.default_rng([seed, index])
+        prefixes = make_prefixes(rng, tokenizer, chat, batch, max_prefix)
+        if done:  # prefixes are made while the device writes the batch before
+            jax.block_until_ready(done[-1])
+            spent = time.monotonic() - start
+            log(f"wrote {index * batch} rows in {spent:.1f} s")
+            if spent + spent / index > seconds:
+                break
+        rows = write_rows(jax.random.fold_in(jax.random.key(seed), index), shared, prefixes)
+        done.append(Rows(tokens=_narrow(rows.tokens), loss_mask=rows.loss_mask))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done), len(done)
+
+
+def data_config(tokenizer: ChatTokenizer, **settings: Any) -> DataConfig:
+    """The DataConfig of this tokenizer's chats."""
+    chat = chat_tokens(tokenizer)
+    return DataConfig(
+        end_of_turn=chat.end_of_turn,
+        to_answer=chat.to_answer,
+        to_user=chat.to_user,
+        **settings,
+    )
+
+
+def frequent_tokens(rows: Rows, vocab_size: int, limit: int = 16384) -> list[int]:
+    """Ids that occur in answers, most frequent first, at most `limit`."""
+    tokens = np.asarray(rows.tokens)[np.asarray(rows.loss_mask)]
+    counts = np.bincount(tokens.astype(np.int64), minlength=vocab_size)
+    order = np.argsort(-counts, kind="stable")[:limit]
+    return [int(token) for token in order if counts[token] > 0]
+
+
+def rows_of_step(seed: int, step: int, batch: int, num_rows: int) -> np.ndarray:
+    """Row indices of a step: every epoch is a new permutation, its tail is dropped."""
+    per_epoch = num_rows // batch
+    if per_epoch == 0:
+        raise ValueError(f"a batch of {batch} rows needs as many rows, got {num_rows}")
+    epoch, index = divmod(step, per_epoch)
+    order = np.random.default_rng([seed, 1, epoch]).permutation(num_rows)
+    return order[index * batch : (index + 1) * batch].astype(np.int32)
+
+
+def _narrow(tokens: jax.Array) -> jax.Array:
+    # Ids were drawn from the vocabulary; 65,536 is what uint16 holds.
+    return tokens.astype(jnp.uint16)

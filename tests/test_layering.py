@@ -1,0 +1,100 @@
+"""The house's layers: a module imports from its own package and from lower rows only.
+
+The design's order, by module where a package spans two rows: `interop` reads and writes
+the parameters of drafters, and their loader stands above it.
+"""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import dspark_jax
+
+ROWS = (  # lowest first
+    ("pallas_kernels",),
+    (
+        "dspark_jax.config",
+        "dspark_jax.types",
+        "dspark_jax.checks",
+        "dspark_jax.tensor_files",
+    ),
+    ("dspark_jax.noise", "dspark_jax.layers"),
+    ("dspark_jax.sampling", "dspark_jax.kv_cache"),
+    ("dspark_jax.targets", "dspark_jax.drafters"),
+    ("dspark_jax.interop",),
+    ("dspark_jax.drafters.load",),
+    ("dspark_jax.decoding", "dspark_jax.checkpoint"),
+    ("dspark_jax.testing",),
+    ("dspark_jax.serving", "dspark_jax.training", "dspark_jax.evaluation"),
+    ("dspark_jax.commands",),
+    ("dspark_jax.cli",),
+)
+NUMPY_ONLY = "dspark_jax.scheduling"  # beside the rows
+PACKAGE = pathlib.Path(dspark_jax.__file__).parent
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
+        ".__init__"
+    ): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def row_of(module):
+    """(row, the entry of ROWS that holds `module`): the longest prefix wins."""
+    entries = [(len(e), row, e) for row, es in enumerate(ROWS) for e in es]
+    held = [entry for entry in entries if f"{module}.".startswith(f"{entry[2]}.")]
+    return max(held)[1:] if held else None
+
+
+def imports(path):
+    """Every module that `path` imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "dspark_jax"])
+def test_imports_from_below_only(module):
+    found = {name for name in imports(MODULES[module]) if name.split(".")[0] != "jax"}
+    if module.startswith(NUMPY_ONLY):
+        foreign = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
+        assert foreign <= {"numpy", "dspark_jax"}
+        assert all(n.startswith(NUMPY_ONLY) for n in found if n.startswith("dspark_jax"))
+        return
+    assert row_of(module) is not None, f"give {module} a place in ROWS"
+    row, entry = row_of(module)
+    for name in found:
+        if row_of(name) is None or name.startswith(NUMPY_ONLY):
+            assert name != "dspark_jax", "import the module, not the package"
+            continue
+        other_row, other_entry = row_of(name)
+        assert other_row < row or other_entry == entry, f"{module} imports {name}"
+
+
+def test_inference_imports_neither_optax_nor_orbax():
+    program = """
+import sys
+import dspark_jax
+assert "jax" not in sys.modules, "importing the package must do no work"
+for name in dspark_jax.__all__:
+    getattr(dspark_jax, name)
+heavy = {"optax", "orbax", "matplotlib", "tensorstore", "huggingface_hub"}
+loaded = heavy & {name.split(".")[0] for name in sys.modules}
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_the_planner_needs_no_jax():
+    if not any(name.startswith(NUMPY_ONLY) for name in MODULES):
+        pytest.skip("no planner yet")
+    program = f"import sys, {NUMPY_ONLY}; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
