@@ -37,9 +37,12 @@ class RopeConfig:
     original_max_position: int = 8192
 
     def __post_init__(self):
+        check_types(self)
         _one_of("rope.kind", self.kind, ROPE_KINDS)
         _positive("rope.theta", self.theta)
         _positive("rope.factor", self.factor)
+        _positive("rope.low_freq_factor", self.low_freq_factor)
+        _positive("rope.original_max_position", self.original_max_position)
         if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 "rope.low_freq_factor must be below rope.high_freq_factor, got "
@@ -64,6 +67,7 @@ class BlockConfig:
     mlp_bias: bool = False
 
     def __post_init__(self):
+        check_types(self)
         for name in ("width", "num_heads", "num_kv_heads", "head_width", "ffn_width"):
             _positive(name, getattr(self, name))
         _positive("rms_eps", self.rms_eps)
@@ -95,6 +99,7 @@ class DecoderConfig:
     fingerprint: str = ""
 
     def __post_init__(self):
+        check_types(self)
         for name in ("vocab_size", "num_layers", "max_position"):
             _positive(name, getattr(self, name))
         _one_of("param_dtype", self.param_dtype, DTYPES)
@@ -132,6 +137,7 @@ class DrafterConfig:
     target_fingerprint: str = ""
 
     def __post_init__(self):
+        check_types(self)
         for name in ("vocab_size", "num_layers", "max_position", "block_size"):
             _positive(name, getattr(self, name))
         _one_of("markov_kind", self.markov_kind, MARKOV_KINDS)
@@ -191,13 +197,14 @@ class Speculation:
     candidates: int | None = None
 
     def __post_init__(self):
+        check_types(self)
         _one_of("rule", self.rule, RULES)
         if self.draft_length is not None:
             _positive("draft_length", self.draft_length)
         if self.candidates is not None:
             _positive("candidates", self.candidates)
         if self.keep is not None and not callable(self.keep):
-            raise TypeError(f"keep must be callable, got {type(self.keep).__name__}")
+            raise TypeError(f"keep must be a function, got {self.keep!r}")
 
 
 def from_dict(config_type: type[T], values: dict[str, Any], name: str = "") -> T:
@@ -240,6 +247,36 @@ def load_toml(path: str | pathlib.Path, config_type: type[T]) -> T:
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path} is not valid TOML: {error}") from error
     return from_dict(config_type, values)
+
+
+def check_types(config: Any) -> None:
+    """Raises TypeError unless every field of a configuration holds what it declares.
+
+    An int passes for a float, a bool never for an int; a list is refused where a tuple
+    is declared, since a configuration must be hashable.
+    """
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if not _has_type(hint, value):
+            expected = getattr(hint, "__name__", None)
+            if typing.get_origin(hint) is not None:
+                expected = str(hint).replace("typing.", "")
+            raise TypeError(f"{name} must be {expected}, got {value!r}")
+
+
+def _has_type(hint: Any, value: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(arg, value) for arg in args)
+    if origin is tuple:  # tuple[X, ...]
+        return type(value) is tuple and all(_has_type(args[0], item) for item in value)
+    if hint is float:
+        return type(value) in (int, float)
+    if dataclasses.is_dataclass(hint):
+        return isinstance(value, typing.cast(type, hint))
+    if isinstance(hint, type) and origin is None:
+        return type(value) is hint
+    return True  # Literal and Callable: `__post_init__` has better words.
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:

@@ -22,62 +22,55 @@ DRAFT, ACCEPT, RESAMPLE = 1, 2, 3  # purposes of ROUND noise
 _TOKEN = 0  # the stream of TOKEN noise
 _PURPOSES = 4
 
+Streams = tuple[jax.Array, jax.Array]  # Threefry keys, uint32 words
+
 
 def token_gumbel(
-    key: jax.Array, position: Int[Array, "B"], ids: Int[Array, "B N"]
-) -> Float[Array, "B N"]:
+    key: jax.Array, position: Int[Array, "B ..."], ids: Int[Array, "B ... N"]
+) -> Float[Array, "B ... N"]:
     """TOKEN noise: standard Gumbel per (key, position, id), float32, finite.
 
     Args:
       key: typed keys [B].
-      position: int32 [B], absolute position of the token that is drawn.
-      ids: int32 [B, N], token ids.
+      position: int32 [B, ...], absolute position of the token that is drawn.
+      ids: int32 [B, ..., N], token ids.
     """
-    return _gumbel(_stream(key, position, jnp.uint32(_TOKEN)), ids)
+    return _gumbel(_streams(key, position, jnp.uint32(_TOKEN)), ids)
+
+
+def round_streams(
+    key: jax.Array, anchor_position: Int[Array, "B"], num_slots: int, purpose: int
+) -> Streams:
+    """ROUND noise: the streams of slots 0 .. num_slots - 1 for one purpose."""
+    slots = jnp.arange(num_slots, dtype=jnp.uint32)[None]
+    position = jnp.broadcast_to(anchor_position[:, None], (key.shape[0], num_slots))
+    return _streams(key, position, slots * _PURPOSES + jnp.uint32(purpose))
 
 
 def round_gumbel(
-    key: jax.Array,
-    anchor_position: Int[Array, "B"],
-    slot: int,
-    purpose: int,
-    ids: Int[Array, "B N"],
+    streams: Streams, slot: int, ids: Int[Array, "B N"]
 ) -> Float[Array, "B N"]:
     """ROUND noise: standard Gumbel per (key, anchor position, slot, purpose, id)."""
-    return _gumbel(_stream(key, anchor_position, _round_tag(slot, purpose)), ids)
+    return _gumbel(tuple(word[:, slot] for word in streams), ids)  # type: ignore[arg-type]
 
 
-def round_uniform(
-    key: jax.Array, anchor_position: Int[Array, "B"], num_slots: int
-) -> Float[Array, "B K"]:
-    """ROUND noise: uniform [0, 1) per (key, anchor position, slot), for acceptance."""
-    slots = range(num_slots)
-    columns = []
-    for slot in slots:
-        stream = _stream(key, anchor_position, _round_tag(slot, ACCEPT))
-        bits, _ = _threefry(*stream, jnp.uint32(0), jnp.uint32(0))
-        # 24 bits: the largest float32 below 1 is representable.
-        columns.append((bits >> 8).astype(jnp.float32) * np.float32(2**-24))
-    return jnp.stack(columns, axis=1)
+def round_uniform(streams: Streams) -> Float[Array, "B K"]:
+    """ROUND noise: uniform [0, 1) per (key, anchor position, slot)."""
+    bits, _ = _threefry(*streams, jnp.uint32(0), jnp.uint32(0))
+    # 24 bits: the largest float32 below 1 is representable.
+    return (bits >> 8).astype(jnp.float32) * np.float32(2**-24)
 
 
-def _round_tag(slot: int, purpose: int) -> jax.Array:
-    return jnp.uint32(slot * _PURPOSES + purpose)
-
-
-def _stream(
-    key: jax.Array, position: jax.Array, tag: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """A Threefry key [B] of its own for every (request key, position, tag)."""
+def _streams(key: jax.Array, position: jax.Array, tag: jax.Array) -> Streams:
+    """A Threefry key of its own for every (request key, position, tag)."""
     words = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)  # [B, 2]
-    return _threefry(
-        words[:, 0], words[:, 1], position.astype(jnp.uint32), tag
-    )
+    words = words.reshape(words.shape[0], *([1] * (position.ndim - 1)), 2)
+    return _threefry(words[..., 0], words[..., 1], position.astype(jnp.uint32), tag)
 
 
-def _gumbel(stream: tuple[jax.Array, jax.Array], ids: jax.Array) -> jax.Array:
+def _gumbel(streams: Streams, ids: jax.Array) -> jax.Array:
     high, low = _threefry(
-        stream[0][:, None], stream[1][:, None], ids.astype(jnp.uint32), jnp.uint32(0)
+        streams[0][..., None], streams[1][..., None], ids.astype(jnp.uint32), jnp.uint32(0)
     )
     # u in (0, 1): 64 bits near 0 (where the winners of an exponential race lie), 24 near
     # 1. The clip keeps -log(-log1p(-u)) finite at both ends.

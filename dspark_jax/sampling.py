@@ -9,12 +9,26 @@ are the same number. Noise comes from `noise.py`.
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import checks, noise
 from dspark_jax.types import Row
 
 
+# Known from other libraries, not supported yet: refused by name.
+_UNSUPPORTED = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "no_repeat_ngram_size",
+    "logit_bias",
+    "bad_words",
+    "allowed_tokens",
+    "grammar",
+    "regex",
+    "json_schema",
+)
 
 
 @flax.struct.dataclass
@@ -31,12 +45,24 @@ class Sampling:
 
     The cuts apply in this order, each on the renormalised result of the one before
     (Hugging Face's order). Temperature 1 and no cut is the model's own distribution.
+
+    Penalties, logit bias and grammar masks are not supported yet: naming one here is an
+    error.
     """
 
     temperature: jax.Array | float | None = None
     top_k: jax.Array | int | None = None
     top_p: jax.Array | float | None = None
     min_p: jax.Array | float | None = None
+
+    def __new__(cls, *args, **fields):
+        for name in _UNSUPPORTED:
+            if name in fields:
+                raise ValueError(
+                    f"`sampling.{name}` is not supported yet: Sampling has temperature, "
+                    "top_k, top_p and min_p"
+                )
+        return super().__new__(cls)
 
 
 def check_sampling(sampling: Sampling, batch: int) -> Sampling:
@@ -69,8 +95,9 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
             continue
         known = checks.known(value)
         if known is not None:
-            if known.dtype.kind not in ("fiu" if dtype == jnp.float32 else "iu"):
-                raise TypeError(f"`sampling.{name}` must hold numbers, got {value!r}")
+            kinds, kind = ("iu", "integers") if dtype == jnp.int32 else ("fiu", "numbers")
+            if known.dtype.kind not in kinds:
+                raise TypeError(f"`sampling.{name}` must hold {kind}, got {value!r}")
             if not np.all(np.isfinite(known)) or not np.all(is_valid(known)):
                 raise ValueError(f"`sampling.{name}` must be {rule}, got {value}")
         array = jnp.asarray(value, dtype)
@@ -189,6 +216,7 @@ class DraftSampler:
     key: jax.Array  # typed keys [B]
     anchor_position: jax.Array  # int32 [B]
     sampling: Sampling  # fields [B] or None
+    streams: noise.Streams | None  # of ROUND noise; None when it is not used
     draft_length: int = flax.struct.field(pytree_node=False)
     rule: str = flax.struct.field(pytree_node=False, default="token")
     candidates: int | None = flax.struct.field(pytree_node=False, default=None)
@@ -215,9 +243,8 @@ class DraftSampler:
             if self.rule == "seeded":
                 gumbel = noise.token_gumbel(self.key, self.anchor_position + slot + 1, ids)
             else:
-                gumbel = noise.round_gumbel(
-                    self.key, self.anchor_position, slot, noise.DRAFT, ids
-                )
+                assert self.streams is not None
+                gumbel = noise.round_gumbel(self.streams, slot, ids)
         index = draw(logits, row, self.sampling.temperature, gumbel)
         token = jnp.take_along_axis(ids, index[:, None], axis=1)  # [B, 1]
         is_point = (row.point >= 0) | ~is_finite
@@ -225,6 +252,31 @@ class DraftSampler:
         logit = jnp.take_along_axis(logits, index[:, None], axis=1)
         q = probability(logit, token, row, self.sampling.temperature)
         return token[:, 0], q[:, 0], row
+
+
+def make_draft_sampler(
+    key: jax.Array,
+    anchor_position: Int[Array, "B"],
+    sampling: Sampling,
+    *,
+    draft_length: int,
+    rule: str,
+    candidates: int | None = None,
+) -> DraftSampler:
+    """The sampler of one round's draft."""
+    uses_round_noise = sampling.temperature is not None and rule != "seeded"
+    streams = None
+    if uses_round_noise:
+        streams = noise.round_streams(key, anchor_position, draft_length, noise.DRAFT)
+    return DraftSampler(
+        key=key,
+        anchor_position=anchor_position,
+        sampling=sampling,
+        streams=streams,
+        draft_length=draft_length,
+        rule=rule,
+        candidates=candidates,
+    )
 
 
 def _top_k_cut(scaled: jax.Array, top_k: jax.Array) -> jax.Array:

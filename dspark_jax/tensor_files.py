@@ -149,6 +149,14 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     return values
 
 
+def check_num_layers(num_layers: int, tensors: Mapping[str, Any], where: Any) -> None:
+    """Raises ValueError for more layers than tensors, before anything loops."""
+    if num_layers > len(tensors):
+        raise ValueError(
+            f"{where}: {num_layers} layers do not fit {len(tensors)} tensors"
+        )
+
+
 def check_tensors(
     tensors: Mapping[str, np.ndarray],
     expected: Mapping[str, tuple[int, ...]],

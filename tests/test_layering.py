@@ -67,7 +67,9 @@ def test_imports_from_below_only(module):
     if module.startswith(NUMPY_ONLY):
         foreign = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names)
         assert foreign <= {"numpy", "dspark_jax"}
-        assert all(n.startswith(NUMPY_ONLY) for n in found if n.startswith("dspark_jax"))
+        assert all(
+            n.startswith(NUMPY_ONLY) for n in found if n.startswith("dspark_jax")
+        )
         return
     assert row_of(module) is not None, f"give {module} a place in ROWS"
     row, entry = row_of(module)

@@ -38,7 +38,9 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dspark generate`."""
-    parser.add_argument("prompt", nargs="?", help="the prompt; without one, or with -, stdin")
+    parser.add_argument(
+        "prompt", nargs="?", help="the prompt; without one, or with -, stdin"
+    )
     add = parser.add_argument_group("what to write").add_argument
     add("--max-new-tokens", type=int, default=128, metavar="N", help="default 128")
     add(
@@ -67,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="all three are lossless; 'seeded' gives the words of plain decoding with "
         "this seed at any temperature (default %(default)s)",
     )
-    add("--draft-length", type=int, metavar="K", help="default: the drafter's block size")
+    add(
+        "--draft-length",
+        type=int,
+        metavar="K",
+        help="default: the drafter's block size",
+    )
     add("--candidates", type=int, metavar="N", help="draft among N tokens a position")
     add(
         "--draft-vocabulary",
@@ -116,6 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _converse(arguments, loaded, prompts)
     session = loaded.session()
     ids = loaded.encode(first)
+    if arguments.compare:
+        with terminal.status("compiling"), failure.of_input():
+            session.warm_up(ids, arguments.max_new_tokens)
     turn, text = _answer(arguments, loaded, session, ids)
     report = _report(arguments, loaded, turn, text)
     if arguments.compare and turn.finish_reason != INTERRUPTED:
@@ -256,6 +266,7 @@ def _compare(
     """Plain decoding of the same prompt; prints both unless JSON is asked for."""
     session = loaded.session(is_plain=True)
     with terminal.status("plain decoding"), terminal.interruptible() as is_interrupted:
+        session.warm_up(ids, arguments.max_new_tokens)
         plain = session.start_turn(ids, arguments.max_new_tokens)
         while plain.is_running and not is_interrupted():
             session.step(plain)
@@ -297,7 +308,7 @@ def _table(
     if comparison["is_equal"]:
         words = "the words are equal"
     else:
-        words = f"the words differ from token {comparison['first_difference']} on"
+        words = f"the words differ after {comparison['first_difference']} equal tokens"
         if not comparison["is_equality_expected"]:
             words += (
                 f", as they may: rule {arguments.rule!r} draws other words from the same "

@@ -14,8 +14,9 @@ from dspark_jax.config import Speculation
 from dspark_jax.drafters import load as drafter_lib
 from dspark_jax.drafters import prompt_lookup
 from dspark_jax.sampling import Sampling
-from dspark_jax.targets import fetch, tokenizer
+from dspark_jax.targets import fetch
 from dspark_jax.targets import load as target_lib
+from dspark_jax.targets import tokenizer as tokenizer_lib
 
 # Steps of plain decoding between two looks of the host.
 PLAIN_STEPS = 16
@@ -27,7 +28,7 @@ class Models:
 
     plan: Plan
     inputs: Inputs
-    tokenizer: tokenizer.Tokenizer
+    tokenizer: tokenizer_lib.Tokenizer
     drafter_name: str
     seed: int
     is_raw: bool
@@ -74,13 +75,13 @@ class Models:
             other = [{"role": "system", "content": ""}]
             before = self.tokenizer.encode_chat(other, add_generation_prompt=False)
             both = self.tokenizer.encode_chat([*other, message])
-        end = self.tokenizer.encode(tokenizer.TURN_END)[-1]
+        end = self.tokenizer.encode(tokenizer_lib.TURN_END)[-1]
         newline = before[len(before) - before[::-1].index(end) :]
         closing = [] if history[-1] == end else [end]
         return [*closing, *newline, *both[len(before) :]]
 
-    def stream(self) -> tokenizer.StreamDecoder:
-        return tokenizer.StreamDecoder(self.tokenizer)
+    def stream(self) -> tokenizer_lib.StreamDecoder:
+        return tokenizer_lib.StreamDecoder(self.tokenizer)
 
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
@@ -103,13 +104,15 @@ def load(arguments: argparse.Namespace) -> Models:
     name = arguments.drafter or _default_drafter(arguments.target)
     with failure.of_input():
         with terminal.status("loading the tokenizer"):
-            text = tokenizer.load_tokenizer(arguments.target)
+            text = tokenizer_lib.load_tokenizer(arguments.target)
         with terminal.status("loading the target"):
             target, target_params = target_lib.load_target(arguments.target)
         drafter: Any = None
         drafter_params: Any = None
         if name == "prompt-lookup":
-            length = arguments.draft_length or prompt_lookup.PromptLookupConfig.block_size
+            length = (
+                arguments.draft_length or prompt_lookup.PromptLookupConfig.block_size
+            )
             drafter, drafter_params = prompt_lookup.make_prompt_lookup(length)
         elif name != "none":
             drafter, drafter_params = drafter_lib.load_drafter(
@@ -123,14 +126,13 @@ def load(arguments: argparse.Namespace) -> Models:
             draft_length=arguments.draft_length,
             candidates=arguments.candidates,
         )
-    threshold = arguments.confidence_threshold
     stop_tokens = sorted({*text.stop_tokens, *target.config.stop_tokens})
     inputs = Inputs(
         target_params=target_params,
         drafter_params=drafter_params,
         sampling=_sampling(arguments),
         stop_tokens=np.asarray(stop_tokens or [-1], np.int32),
-        confidence_threshold=None if threshold is None else np.float32(threshold),
+        confidence_threshold=_number(arguments.confidence_threshold, np.float32),
     )
     return Models(
         plan=Plan(target, drafter, options),
@@ -149,16 +151,17 @@ def _default_drafter(target: str) -> str:
 def _sampling(arguments: argparse.Namespace) -> Sampling:
     if arguments.temperature == 0:
         return Sampling()
-
-    def number(value: Any, dtype: Any) -> Any:
-        return None if value is None else dtype(value)
-
+    # Without a weak type, so that the same program serves every value.
     return Sampling(
-        temperature=np.float32(arguments.temperature),
-        top_k=number(arguments.top_k, np.int32),
-        top_p=number(arguments.top_p, np.float32),
-        min_p=number(arguments.min_p, np.float32),
+        temperature=_number(arguments.temperature, np.float32),
+        top_k=_number(arguments.top_k, np.int32),
+        top_p=_number(arguments.top_p, np.float32),
+        min_p=_number(arguments.min_p, np.float32),
     )
+
+
+def _number(value: Any, dtype: Any) -> Any:
+    return None if value is None else np.asarray(value, dtype)
 
 
 def _keep_compiled_programs() -> None:

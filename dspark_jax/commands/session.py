@@ -145,6 +145,13 @@ class Session:
         self._collect(turn)
         turn.seconds += time.perf_counter() - started
 
+    def warm_up(self, ids: Sequence[int], max_new_tokens: int) -> None:
+        """Runs every program once: a first execution is slower than the next ones."""
+        turn = self.start_turn(ids, max_new_tokens)
+        if turn.is_running:
+            self.step(turn)
+        self.history, self._state, self._capacity = [], None, 0
+
     def _program(self, function: Any, width: int, arguments: Any, static: Any) -> Any:
         """The compiled program for these shapes, and the shapes of its result."""
         name = (function, width, self._capacity)
@@ -225,7 +232,7 @@ def _extend(
 
 @functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
 def _advance(
-    state: DecodeState, num_rounds: jax.Array, inputs: Inputs, *, plan: Plan
+    state: DecodeState, num_rounds: Any, inputs: Inputs, *, plan: Plan
 ) -> DecodeState:
     arguments = _models(plan, inputs)
     if plan.drafter is None:

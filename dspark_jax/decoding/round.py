@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from dspark_jax import sampling
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import commit, prefill, verify, windows
-from dspark_jax.sampling import DraftSampler, Sampling
+from dspark_jax.sampling import Sampling
 from dspark_jax.types import (
     FINISH_STOP,
     DecodeState,
@@ -43,10 +43,10 @@ def speculative_step(
     length = options.draft_length or drafter.config.block_size
     anchor_at = state.lengths - 1
     anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)[:, 0]
-    sampler = DraftSampler(
-        key=state.key,
-        anchor_position=anchor_at,
-        sampling=settings,
+    sampler = sampling.make_draft_sampler(
+        state.key,
+        anchor_at,
+        settings,
         draft_length=length,
         rule=options.rule,
         candidates=options.candidates,

@@ -13,9 +13,11 @@ and cuts), x_k the drafts and l the request's verify length:
 At temperature 0 all three are argmax equality. All arithmetic that decides is float32.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax import noise, sampling
 from dspark_jax.sampling import Sampling
@@ -48,7 +50,7 @@ def verify(
       commit_length: commit at most this many drafts though `verify_length` were
         verified ("cap-accept"): the law is that of a window of this length.
     """
-    batch, rows, _ = target_logits.shape
+    rows = target_logits.shape[1]
     target_logits = target_logits.astype(jnp.float32)
     offset = jnp.arange(rows, dtype=jnp.int32)[None]
     row_is_finite = jnp.isfinite(jnp.max(target_logits, axis=-1))
@@ -65,30 +67,90 @@ def verify(
         return Verification(
             num_accepted=num_accepted, next_token=next_token, is_finite=is_finite
         )
-    accept_noise = noise.round_uniform(key, anchor_position, rows - 1)  # [B, K]
-    accept = {"token": _accept_token, "block": _accept_block}[rule]
-    num_accepted, weight = accept(
-        draft, target_logits, target_row, verify_length, settings, accept_noise
+    streams = noise.round_streams(key, anchor_position, rows - 1, noise.ACCEPT)
+    bounds = make_bounds(
+        draft, target_logits, target_row, verify_length, settings, rule=rule
     )
+    is_passed = bounds.passes(noise.round_uniform(streams))
+    num_accepted = count_accepted(is_passed, verify_length, rule=rule)
     window = verify_length
     if commit_length is not None:
         window = jnp.minimum(verify_length, commit_length)
         num_accepted = jnp.minimum(num_accepted, window)
-    # The next token: from p at the end of the window, else from the residual there.
-    p = _row_probability(target_logits, target_row, num_accepted, settings)  # [B, V]
-    slot = jnp.minimum(num_accepted, rows - 2)
-    q = draft_probability(draft, slot, settings, p.shape[-1])
-    residual = jnp.maximum(_take(weight, slot)[:, None] * p - q, 0.0)
-    is_whole = num_accepted >= window
-    # A residual that rounds to nothing has (almost) no mass to be drawn with.
-    is_empty = jnp.sum(residual, axis=-1) <= 0
-    mass = jnp.where((is_whole | is_empty)[:, None], p, residual)
-    ids = jnp.broadcast_to(jnp.arange(p.shape[-1], dtype=jnp.int32), p.shape)
-    gumbel = noise.round_gumbel(key, anchor_position, 0, noise.RESAMPLE, ids)
+    mass = next_token_mass(
+        draft, target_logits, target_row, bounds, num_accepted, window, settings
+    )
+    ids = jnp.broadcast_to(jnp.arange(mass.shape[-1], dtype=jnp.int32), mass.shape)
+    streams = noise.round_streams(key, anchor_position, 1, noise.RESAMPLE)
+    gumbel = noise.round_gumbel(streams, 0, ids)
     next_token = jnp.argmax(jnp.log(mass) + gumbel, axis=-1).astype(jnp.int32)
     return Verification(
         num_accepted=num_accepted, next_token=next_token, is_finite=is_finite
     )
+
+
+class Bounds(NamedTuple):
+    """What the acceptance uniforms are tested against, and the residual's weights."""
+
+    numerator: jax.Array  # float32 [B, K]
+    denominator: jax.Array  # float32 [B, K]
+    weight: jax.Array  # float32 [B, K], w_0 .. w_{K-1}; 1 under "token"
+
+    def passes(self, uniform: Float[Array, "B K"]) -> Bool[Array, "B K"]:
+        """Slot k passes if u_k * denominator < numerator: strictly, with no division."""
+        return uniform * self.denominator < self.numerator
+
+
+def make_bounds(
+    draft: Draft,
+    target_logits: Float[Array, "B W V"],
+    target_row: Row,
+    verify_length: Int[Array, "B"],
+    settings: Sampling,
+    *,
+    rule: str,
+) -> Bounds:
+    """The bounds of the rules "token" and "block" for a draft (see `Bounds`)."""
+    p_drafted = _drafted_probability(draft, target_logits, target_row, settings)
+    if rule == "token":
+        return Bounds(p_drafted, draft.probability, jnp.ones_like(p_drafted))
+    return _block_bounds(
+        draft, target_logits, target_row, p_drafted, verify_length, settings
+    )
+
+
+def count_accepted(
+    is_passed: Bool[Array, "B K"], verify_length: Int[Array, "B"], *, rule: str
+) -> Int[Array, "B"]:
+    """Drafts accepted: up to the first slot that fails ("token"), or the last to pass."""
+    if rule == "token":
+        return _leading(is_passed, verify_length)
+    slots = jnp.arange(1, is_passed.shape[1] + 1, dtype=jnp.int32)[None]
+    stands = is_passed & (slots <= verify_length[:, None])
+    return jnp.max(jnp.where(stands, slots, 0), axis=1)
+
+
+def next_token_mass(
+    draft: Draft,
+    target_logits: Float[Array, "B W V"],
+    target_row: Row,
+    bounds: Bounds,
+    num_accepted: Int[Array, "B"],
+    window: Int[Array, "B"],
+    settings: Sampling,
+) -> Float[Array, "B V"]:
+    """The next token's law, up to a factor: p after a whole window, else the residual.
+
+    `window` is the number of drafts that could have been committed.
+    """
+    p = _row_probability(target_logits, target_row, num_accepted, settings)  # [B, V]
+    slot = jnp.minimum(num_accepted, draft.tokens.shape[1] - 1)
+    q = draft_probability(draft, slot, settings, p.shape[-1])
+    residual = jnp.maximum(_take(bounds.weight, slot)[:, None] * p - q, 0.0)
+    is_whole = num_accepted >= window
+    # A residual that rounds to nothing has (almost) no mass to be drawn with.
+    is_empty = jnp.sum(residual, axis=-1) <= 0
+    return jnp.where((is_whole | is_empty)[:, None], p, residual)
 
 
 def draft_probability(
@@ -120,70 +182,53 @@ def _target_tokens(
     """What plain decoding draws at every row of the window, int32 [B, W]."""
     if settings.temperature is None:
         return row.point
-    columns = []
-    ids = jnp.broadcast_to(
-        jnp.arange(logits.shape[-1], dtype=jnp.int32), (logits.shape[0], logits.shape[-1])
-    )
-    for k in range(logits.shape[1]):
-        gumbel = noise.token_gumbel(key, anchor_position + k + 1, ids)
-        column = jax.tree.map(lambda x, k=k: x[:, k], row)
-        columns.append(sampling.draw(logits[:, k], column, settings.temperature, gumbel))
-    return jnp.stack(columns, axis=1)
+    offset = jnp.arange(1, logits.shape[1] + 1, dtype=jnp.int32)[None]
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
+    gumbel = noise.token_gumbel(key, anchor_position[:, None] + offset, ids)
+    return sampling.draw(logits, row, settings.temperature[:, None], gumbel)
 
 
-def _accept_token(
+def _block_bounds(
     draft: Draft,
     logits: jax.Array,
     row: Row,
+    p_drafted: jax.Array,
     verify_length: jax.Array,
     settings: Sampling,
-    uniform: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Rejection sampling: number accepted [B], and the residual's weights (1)."""
-    p = _drafted_probability(draft, logits, row, settings)  # [B, K]
-    is_accepted = uniform * draft.probability < p
-    return _leading(is_accepted, verify_length), jnp.ones_like(p)
-
-
-def _accept_block(
-    draft: Draft,
-    logits: jax.Array,
-    row: Row,
-    verify_length: jax.Array,
-    settings: Sampling,
-    uniform: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Block verification: number accepted [B], and w_0 .. w_{K-1} for the residual.
+) -> Bounds:
+    """Block verification.
 
     w_0 = 1,  w_k = min(1, w_{k-1} p_k(x_k) / q_k(x_k)),
     R_k = sum_v max(w_k p_{k+1}(v) - q_{k+1}(v), 0);
     prefix k < l passes if u_k (R_k + 1 - w_k) < R_k, prefix l if u_l < w_l; the largest
     that passes is accepted. P(accepted >= k | x_1..x_k) = w_k.
     """
-    p_drafted = _drafted_probability(draft, logits, row, settings)  # [B, K]
     batch, length = p_drafted.shape
     weight = jnp.ones((batch,), jnp.float32)
-    weights, accepted = [], jnp.zeros((batch,), jnp.int32)
-    for k in range(length + 1):
-        if k > 0:
-            q = draft.probability[:, k - 1]
-            ratio = weight * p_drafted[:, k - 1]
-            weight = jnp.where(ratio >= q, 1.0, ratio / jnp.where(q > 0, q, 1.0))
-            u = uniform[:, k - 1]
-            passes = u < weight
-            if k < length:
-                # One slot at a time: no [B, K, V] array of probabilities is alive.
-                slot = jnp.full((batch,), k, jnp.int32)
-                p_next = _row_probability(logits, row, slot, settings)
-                q_next = draft_probability(draft, slot, settings, p_next.shape[-1])
-                residual = jnp.maximum(weight[:, None] * p_next - q_next, 0.0)
-                mass = jnp.sum(residual, axis=-1)
-                passes_inside = u * (mass + 1.0 - weight) < mass
-                passes = jnp.where(verify_length > k, passes_inside, passes)
-            passes = passes & (k <= verify_length)
-            accepted = jnp.where(passes, k, accepted)
+    numerators, denominators, weights = [], [], []
+    for k in range(1, length + 1):
         weights.append(weight)
-    return accepted, jnp.stack(weights[:length], axis=1)
+        q = draft.probability[:, k - 1]
+        ratio = weight * p_drafted[:, k - 1]
+        weight = jnp.where(ratio >= q, 1.0, ratio / jnp.where(q > 0, q, 1.0))
+        numerator, denominator = weight, jnp.ones_like(weight)
+        if k < length:
+            # One slot at a time: no [B, K, V] array of probabilities is alive.
+            slot = jnp.full((batch,), k, jnp.int32)
+            p_next = _row_probability(logits, row, slot, settings)
+            q_next = draft_probability(draft, slot, settings, p_next.shape[-1])
+            residual = jnp.maximum(weight[:, None] * p_next - q_next, 0.0)
+            mass = jnp.sum(residual, axis=-1)
+            is_inside = verify_length > k
+            numerator = jnp.where(is_inside, mass, numerator)
+            denominator = jnp.where(is_inside, mass + 1.0 - weight, denominator)
+        numerators.append(numerator)
+        denominators.append(denominator)
+    return Bounds(
+        numerator=jnp.stack(numerators, axis=1),
+        denominator=jnp.stack(denominators, axis=1),
+        weight=jnp.stack(weights, axis=1),
+    )
 
 
 def _drafted_probability(

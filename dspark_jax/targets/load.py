@@ -70,8 +70,8 @@ def load_target(
         config, tensors = _read_folder(path, param_dtype, compute_dtype)
     else:
         config, tensors = _read_gguf(path, param_dtype, compute_dtype)
-    shapes = expected_shapes(config)
-    tensor_files.check_tensors(tensors, shapes, path)
+    tensor_files.check_num_layers(config.num_layers, tensors, path)
+    tensor_files.check_tensors(tensors, expected_shapes(config), path)
     config = dataclasses.replace(
         config, fingerprint=fingerprint(config, tensors["model.norm.weight"])
     )

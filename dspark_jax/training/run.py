@@ -120,13 +120,17 @@ def run(
     if resume:
         state, numbers = saving.load_state(saved, state)
         clock.log(f"resumed at step {int(state.step)}")
-    max_batches = config.max_rows // config.write_rows
-    rows, num_batches = write_corpus(
-        config, target, target_params, tokenizer,
-        max_batches=int(numbers.get("num_batches", max_batches)),
-        seconds=float("inf") if resume else config.write_seconds,
-        log=clock.log,
-    )
+    if resume and (work / "corpus.npz").is_file():
+        rows, num_batches = saving.load_rows(work / "corpus.npz"), numbers["num_batches"]
+    else:
+        max_batches = config.max_rows // config.write_rows
+        rows, num_batches = write_corpus(
+            config, target, target_params, tokenizer,
+            max_batches=int(numbers.get("num_batches", max_batches)),
+            seconds=float("inf") if resume else config.write_seconds,
+            log=clock.log,
+        )
+        saving.save_rows(work / "corpus.npz", rows)
     write_vocabulary(work / "draft_vocabulary.json", rows, target)
     figures = describe(rows, time.monotonic() - start)
     clock.log(f"corpus: {figures}")
@@ -141,7 +145,7 @@ def run(
         trainer.compile(state)
     else:
         state, total = trainer.plan(state, params, clock)
-    figures |= {"total_steps": total, "tap_scale": scale, "num_batches": num_batches}
+    figures |= {"total_steps": total, "tap_scale": scale, "num_batches": int(num_batches)}
     numbers = {
         "num_batches": np.int64(num_batches),
         "total_steps": np.int64(total),
@@ -354,7 +358,7 @@ class _Trainer:
 
     def train(self, state, total, path, checkpoint, clock):
         """Steps from the state's own number to `total`; stops early on SIGTERM."""
-        signal.signal(signal.SIGTERM, clock.stop)
+        previous = signal.signal(signal.SIGTERM, clock.stop)
         first = int(state.step)
         saved = logged = time.monotonic()
         waiting: list[Any] = []
@@ -381,6 +385,7 @@ class _Trainer:
             if time.monotonic() - saved > self.config.checkpoint_seconds:
                 checkpoint(state)
                 saved = logged = time.monotonic()
+        signal.signal(signal.SIGTERM, previous)
         return state
 
     def held_out(self, state: TrainState) -> dict[str, Any]:

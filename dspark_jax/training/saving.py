@@ -22,6 +22,7 @@ from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.dspark import DSparkParams
 from dspark_jax.interop import deepspec
 from dspark_jax.training import step as step_lib
+from dspark_jax.training.data import Rows
 
 _RUN = "run/"
 
@@ -58,6 +59,24 @@ def load_state(path: str | os.PathLike, like: Any) -> tuple[Any, dict[str, np.nd
             )
     arrays = [jnp.asarray(tensors[_name(p)], x.dtype) for p, x in leaves]
     return jax.tree_util.tree_unflatten(treedef, arrays), numbers
+
+
+def save_rows(path: str | os.PathLike, rows: Rows) -> None:
+    """Writes a corpus, its mask as bits."""
+    buffer = io.BytesIO()
+    mask = np.asarray(rows.loss_mask)
+    np.savez(
+        buffer, tokens=np.asarray(rows.tokens), loss_mask=np.packbits(mask, axis=1)
+    )
+    tensor_files.write_bytes(path, buffer.getvalue())
+
+
+def load_rows(path: str | os.PathLike) -> Rows:
+    """Reads what `save_rows` wrote."""
+    with np.load(path, allow_pickle=False) as file:
+        tokens, mask = file["tokens"], file["loss_mask"]
+    mask = np.unpackbits(mask, axis=1, count=tokens.shape[1]).astype(np.bool_)
+    return Rows(tokens=jnp.asarray(tokens), loss_mask=jnp.asarray(mask))
 
 
 def export(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from dspark_jax import config as config_lib
 from dspark_jax.config import BlockConfig, DecoderConfig, RopeConfig
 from dspark_jax.targets import decoder
-from dspark_jax.training import losses, run
+from dspark_jax.training import anchors, losses, run
 from dspark_jax.training import step as step_lib
 from dspark_jax.training.run import RunConfig
 
@@ -141,7 +141,7 @@ def time_pieces(config: RunConfig, steps: int) -> dict[str, Any]:
     index = jnp.arange(config.batch_rows, dtype=jnp.int32)
     batch = run._take(rows, index)
     batch = batch.replace(loss_mask=jnp.ones_like(batch.loss_mask))
-    for attention in ("xla", "cudnn"):
+    for attention in ("cudnn", "xla"):
         train = dataclasses.replace(config.train, attention=attention)
         states = functools.partial(
             step_lib.target_states, target, drafters=drafters, config=train
@@ -153,6 +153,8 @@ def time_pieces(config: RunConfig, steps: int) -> dict[str, Any]:
     head = losses.head_matrix(target, target_params)
     note(**_vocabulary_pieces(config, drafters, head))
     params = run.initial_params(config, drafters, target_params)
+    found = states(target_params, batch)
+    note(**_body(config, params[0], drafters[0], batch, found, target, target_params))
     state = step_lib.init_state(params, config.train)
     config = dataclasses.replace(config, held_out_rows=config.batch_rows)
     trainer = run._Trainer(config, config.train, target, target_params, drafters, rows)
@@ -207,6 +209,27 @@ def _vocabulary_pieces(config: RunConfig, drafters: tuple, head: jax.Array) -> d
         gradient = jax.grad(functools.partial(loss, chunk_slots=chunk_slots))
         result |= _timed(f"vocabulary_{chunk_slots}", gradient, drafts, draw(width))
     return result
+
+
+def _body(config, params, drafter, batch, states, target, target_params) -> dict:
+    """One drafter without the vocabulary, forward and gradients."""
+    chosen = anchors.sample(jax.random.key(0), batch.loss_mask, config.train.num_anchors)
+    blocks = anchors.make_blocks(
+        batch.tokens,
+        batch.loss_mask,
+        chosen,
+        block_size=drafter.block_size,
+        mask_token=drafter.mask_token,
+    )
+
+    def loss(params):
+        rows, _ = step_lib.draft_rows(
+            params, drafter, blocks, chosen, states, target, target_params,
+            step_lib.Frozen(None, None),
+        )
+        return jnp.sum(jnp.square(rows.hidden.astype(jnp.float32)))
+
+    return _timed("drafter_body", jax.grad(loss), params)
 
 
 def _timed(name: str, function: Callable, *arguments: Any, count: int = 10) -> dict:

@@ -1,4 +1,4 @@
-"""Targets from folders and the default model: parity with Hugging Face, and refusals."""
+"""Targets from folders and the default model: parity with Hugging Face, refusals."""
 
 import json
 import shutil
@@ -200,11 +200,21 @@ def test_a_folder_without_config_is_refused(tmp_path):
         load.load_target(tmp_path)
 
 
+def test_more_layers_than_tensors_are_refused_at_once(golden, tmp_path):
+    folder = copy_of(golden / "targets" / "qwen3_tied", tmp_path)
+    values = tensor_files.read_json(folder / "config.json")
+    tensor_files.write_json(
+        folder / "config.json", {**values, "num_hidden_layers": 10**15}
+    )
+    with pytest.raises(ValueError, match="1000000000000000 layers do not fit 46 tenso"):
+        load.load_target(folder)
+
+
 def test_bad_dtypes_are_refused(golden):
     folder = golden / "targets" / "qwen3_tied"
-    with pytest.raises(ValueError, match="param_dtype must be one of .* got 'int8'"):
+    with pytest.raises(ValueError, match=r"param_dtype must be one of .* got 'int8'"):
         load.load_target(folder, param_dtype="int8")
-    with pytest.raises(ValueError, match="compute_dtype must be one of .* got 'fp8'"):
+    with pytest.raises(ValueError, match=r"compute_dtype must be one of .* got 'fp8'"):
         load.load_target(folder, compute_dtype="fp8")
 
 
