@@ -28,6 +28,25 @@ def check_rank(name: str, array: Any, dims: str) -> None:
         )
 
 
+def as_array(name: str, value: Any) -> jax.Array:
+    """`value` as an array; raises TypeError if it is none (rows of unequal length, say)."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be an array or nested lists of equal length, got "
+            f"{_shortened(value)}"
+        ) from error
+
+
+def check_int(name: str, value: Any, low: int) -> None:
+    """Raises unless `value` is a Python int (static, no bool), at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"`{name}` must be an int, got {_shortened(value)}")
+    if value < low:
+        raise ValueError(f"`{name}` must be at least {low}, got {value}")
+
+
 def check_integer(name: str, array: Any) -> None:
     """Raises TypeError unless `array` holds integers."""
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -36,6 +55,10 @@ def check_integer(name: str, array: Any) -> None:
 
 def request_keys(key: Any, batch: int) -> jax.Array:
     """Returns typed keys [B]: `key` itself, or `fold_in(key, row)` of a scalar key.
+
+    Keys of another generator than Threefry become Threefry keys made of their words: a
+    `vmap` over "rbg" keys draws from the first one only, so that a row's noise would
+    depend on its neighbours.
 
     Raises:
       TypeError: a raw uint32 key (make one with `jax.random.key`).
@@ -48,9 +71,11 @@ def request_keys(key: Any, batch: int) -> jax.Array:
         )
     if key.ndim == 0:
         rows = jnp.arange(batch, dtype=jnp.uint32)
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
-    check_shape("key", key, "B", (batch,))
-    return key
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
+    else:
+        check_shape("key", key, "B", (batch,))
+        keys = key
+    return _as_threefry(keys)
 
 
 def known(value: Any) -> np.ndarray | None:
@@ -58,7 +83,9 @@ def known(value: Any) -> np.ndarray | None:
 
     Also right inside `jit` for arrays that the traced function closes over.
     """
-    return None if isinstance(value, jax.core.Tracer) else np.asarray(value)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        return None
+    return np.asarray(value)
 
 
 def check_range(name: str, value: Any, low: int, high: int, rule: str) -> None:
@@ -73,3 +100,20 @@ def check_range(name: str, value: Any, low: int, high: int, rule: str) -> None:
     if smallest < low or largest > high:
         worst = smallest if smallest < low else largest
         raise ValueError(f"`{name}` must lie in {rule}, got {worst}")
+
+
+def _as_threefry(keys: jax.Array) -> jax.Array:
+    if str(jax.random.key_impl(keys)) == "threefry2x32":
+        return keys
+    words = jax.random.key_data(keys)  # [B, n]
+    mixed = jax.random.wrap_key_data(
+        jnp.zeros((words.shape[0], 2), jnp.uint32), impl="threefry2x32"
+    )
+    for column in range(words.shape[1]):
+        mixed = jax.vmap(jax.random.fold_in)(mixed, words[:, column])
+    return mixed
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

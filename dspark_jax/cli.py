@@ -1,8 +1,8 @@
 """The command line: `dspark COMMAND …`.
 
 Parsing and checks need no JAX, so that `--help` and a mistyped option answer at once.
-Results go to stdout; progress, logs and errors to stderr. Exit status: 0 done, 1 failed,
-2 bad input, 130 interrupted, 141 the reader of stdout went away.
+Results go to stdout; progress, logs and errors to stderr. Exit status: 0 done,
+1 failed, 2 bad input, 130 interrupted, 141 the reader of stdout went away.
 """
 
 import argparse

@@ -6,6 +6,9 @@ rows beyond a sequence's end are stale, are overwritten before they can be read,
 rolling back costs nothing.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -87,9 +90,31 @@ class DenseCache:
         return self.keys[layer], self.values[layer]
 
 
-def repeat_rows(cache, count: int):
-    """Every request's row `count` times, in place order [a, a, b, b]: any cache pytree."""
-    return jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), cache)
+def repeat_rows(cache: Any, make_cache: Callable[[int], Any], batch: int, count: int):
+    """Every request's row `count` times, in place order [a, a, b, b]: any cache pytree.
+
+    Args:
+      cache: made by `make_cache(batch)`.
+      make_cache: only its shapes are looked at: the axis of a leaf that grows with the
+        batch is the request's. A leaf without one is shared and stays.
+
+    Raises:
+      ValueError: a leaf with two such axes.
+    """
+
+    def repeat(path: Any, leaf: jax.Array, small: Any, large: Any) -> jax.Array:
+        sizes = zip(small.shape, large.shape, strict=True)
+        axes = [axis for axis, (a, b) in enumerate(sizes) if a != b]
+        if len(axes) > 1:
+            raise ValueError(
+                f"cache leaf {jax.tree_util.keystr(path)} must have one axis of "
+                f"requests, but the axes {axes} grow with the batch"
+            )
+        return jnp.repeat(leaf, count, axis=axes[0]) if axes else leaf
+
+    small = jax.eval_shape(lambda: make_cache(batch))
+    large = jax.eval_shape(lambda: make_cache(batch + 1))
+    return jax.tree_util.tree_map_with_path(repeat, cache, small, large)
 
 
 def _scatter(stored: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:

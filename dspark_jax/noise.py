@@ -26,7 +26,7 @@ Streams = tuple[jax.Array, jax.Array]  # Threefry keys, uint32 words
 
 
 def token_gumbel(
-    key: jax.Array, position: Int[Array, "B ..."], ids: Int[Array, "B ... N"]
+    key: jax.Array, position: Int[Array, "B ..."], ids: Int[Array, "... N"]
 ) -> Float[Array, "B ... N"]:
     """TOKEN noise: standard Gumbel per (key, position, id), float32, finite.
 

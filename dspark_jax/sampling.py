@@ -114,8 +114,8 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
     """The sampling distribution of each row of logits.
 
     Args:
-      logits: float32 [..., N], finite or -inf (a row that is not is for the caller to
-        handle: its log-normaliser is not finite).
+      logits: float32 [..., N], finite or -inf. What a row with NaN or +inf gives is not
+        specified: the caller finds such rows by their maximum.
       sampling: fields [...], or None.
     """
     shape = logits.shape[:-1]
@@ -139,6 +139,7 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
     if sampling.min_p is not None:
         # p >= min_p * max p, in logits; log(0) = -inf keeps everything.
         cut = jnp.maximum(cut, top + jnp.log(sampling.min_p))
+    cut = _between(scaled, cut)
     # exp(x - inf) must not appear for a row that is not finite: it is point-like anyway.
     offset = jnp.where(jnp.isfinite(top), top, 0.0)
     mass = jnp.where(scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0)
@@ -279,12 +280,27 @@ def make_draft_sampler(
     )
 
 
+def _between(scaled: jax.Array, cut: jax.Array) -> jax.Array:
+    """The same cut, half-way between the smallest kept and the largest dropped value.
+
+    A cut found by the searches below equals the smallest kept logit. Compilers round
+    `logits / T` differently in different fusions: comparing with that very number would
+    drop the token in one place and keep it in another. -inf where nothing is dropped.
+    """
+    kept = scaled >= cut[..., None]
+    low = jnp.max(jnp.where(kept, -jnp.inf, scaled), axis=-1)
+    high = jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1)
+    middle = low + 0.5 * (high - low)
+    middle = jnp.where(middle > low, middle, high)  # neighbouring floats
+    return jnp.where(low > -jnp.inf, middle, -jnp.inf)
+
+
 def _top_k_cut(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
     """The k-th largest value: the largest t with count(scaled >= t) >= k."""
     top_k = jnp.minimum(top_k, scaled.shape[-1])
 
     def reaches(t):
-        count = jnp.sum((scaled >= t[..., None]).astype(jnp.int32), axis=-1)
+        count = jnp.sum(scaled >= t[..., None], axis=-1, dtype=jnp.int32)
         return count >= top_k
 
     return _largest_float(reaches, scaled.shape[:-1])

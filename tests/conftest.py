@@ -47,5 +47,5 @@ def golden() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def root() -> pathlib.Path:
-    """The folder that holds tests/: the checkout, or a copy beside an installed wheel."""
+    """The folder that holds tests/: the checkout, or a copy elsewhere."""
     return pathlib.Path(__file__).parent.parent

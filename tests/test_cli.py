@@ -1,5 +1,7 @@
 """`dspark generate` on a tiny target: what it prints, and how it says no."""
 
+import functools
+import io
 import json
 import os
 import pathlib
@@ -73,6 +75,17 @@ def options(target, golden, monkeypatch, tmp_path):
     return ["generate", "--target", str(target), "--drafter", str(drafter)]
 
 
+@pytest.fixture
+def pipe(monkeypatch):
+    """Puts bytes into stdin."""
+
+    def into_stdin(content):
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", text)
+
+    return into_stdin
+
+
 def run(capsys, *arguments):
     status = cli.main([str(a) for a in arguments])
     out, err = capsys.readouterr()
@@ -86,8 +99,10 @@ def run_json(capsys, *arguments):
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "seeded"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    ("rule", "temperature"),
+    [("token", 0.0), ("token", 0.9), ("block", 0.9), ("seeded", 0.9)],
+)
 def test_words_are_the_library_s(capsys, options, target, rule, temperature):
     report = run_json(
         capsys, *options, "--rule", rule, "--temperature", temperature, "--seed", 5,
@@ -97,18 +112,20 @@ def test_words_are_the_library_s(capsys, options, target, rule, temperature):
     drafter, drafter_params = dspark_jax.load_drafter(options[-1], model)
     text = dspark_jax.load_tokenizer(target)
     ids = text.encode_chat([{"role": "user", "content": "hello"}])
-    generation = dspark_jax.speculative_generate(
-        jax.random.key(5),
-        np.array([ids], np.int32),
-        np.array([len(ids)], np.int32),
+    generate_all = functools.partial(
+        dspark_jax.speculative_generate,
         target=model,
-        target_params=params,
         drafter=drafter,
-        drafter_params=drafter_params,
         max_new_tokens=40,
-        sampling=dspark_jax.Sampling(temperature=temperature or None),
         options=dspark_jax.Speculation(rule=rule, candidates=64),
         stop_tokens=text.stop_tokens,
+    )
+    generation = jax.jit(generate_all)(
+        jax.random.key(5),
+        *batch_of_one(ids),
+        target_params=params,
+        drafter_params=drafter_params,
+        sampling=dspark_jax.Sampling(temperature=temperature or None),
     )
     expected = generation.tokens[0, len(ids) : int(generation.lengths[0])].tolist()
     assert report["tokens"] == expected
@@ -188,22 +205,25 @@ def test_the_text_alone_is_on_stdout(capsys, options):
 
 def test_streams_whole_characters(capsys, options, monkeypatch):
     pieces = []
-    monkeypatch.setattr(sys.stdout, "write", pieces.append)
-    cli.main([*options, "--max-new-tokens", "30", "hello"])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", pieces.append)
+        cli.main([*options, "--max-new-tokens", "30", "hello"])
     assert len(pieces) > 5
     report = run_json(capsys, *options, "--max-new-tokens", 30, "hello")
     assert "".join(pieces) == report["text"] + "\n"
 
 
 @pytest.mark.parametrize("text", ["def f(x):", "def f(x):\n"])
-def test_raw_prompts_from_stdin(capsys, options, target, monkeypatch, text):
-    monkeypatch.setattr(sys, "stdin", open_pipe(text))
+def test_raw_prompts_from_stdin(capsys, options, target, pipe, text):
+    pipe(text.encode())
     report = run_json(capsys, *options, "--raw", "--max-new-tokens", 4)
     ids = dspark_jax.load_tokenizer(target).encode(text)
     assert report["num_prompt_tokens"] == len(ids)
 
 
-def test_chat_feeds_new_turns_only_and_remembers(capsys, options, target, monkeypatch):
+def test_chat_feeds_new_turns_only_and_remembers(
+    capsys, options, target, monkeypatch, pipe
+):
     fed = []
     start_turn = session.Session.start_turn
 
@@ -212,36 +232,36 @@ def test_chat_feeds_new_turns_only_and_remembers(capsys, options, target, monkey
         return start_turn(self, ids, *arguments, **keywords)
 
     monkeypatch.setattr(session.Session, "start_turn", watched)
-    monkeypatch.setattr(sys, "stdin", open_pipe("how are you?\n\nand then?\n"))
+    pipe(b"how are you?\n\nand then?\n")
     report = run_json(capsys, *options, "--chat", "--max-new-tokens", 12, "hello")
     assert [turn["num_new_tokens"] for turn in report["turns"]] == [12, 12, 12]
     text = dspark_jax.load_tokenizer(target)
     end = text.encode("<|im_end|>")
     history, turns = [], iter(report["turns"])
+    model, params = dspark_jax.load_target(target)
+    plain_generate = jax.jit(
+        functools.partial(
+            dspark_jax.autoregressive_generate, target=model, max_new_tokens=12
+        )
+    )
     for prompt in ("hello", "how are you?", "and then?"):
         turn = text.encode_chat([{"role": "user", "content": prompt}])
         new = turn if not history else [*end, *text.encode("\n"), *turn]
         assert fed.pop(0) == (len(history), new)
         history += new
-        model, params = dspark_jax.load_target(target)
-        plain = dspark_jax.autoregressive_generate(
-            jax.random.key(0),
-            np.array([history], np.int32),
-            np.array([len(history)], np.int32),
-            target=model,
-            target_params=params,
-            max_new_tokens=12,
+        plain = plain_generate(
+            jax.random.key(0), *batch_of_one(history, 128), target_params=params
         )
-        answer = plain.tokens[0, len(history) :].tolist()
+        answer = plain.tokens[0, len(history) : len(history) + 12].tolist()
         assert next(turns)["tokens"] == answer
         history += answer
 
 
-def test_a_conversation_outgrows_its_caches(capsys, options, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", open_pipe("a b c d e f g h i j k\n" * 4))
+def test_a_conversation_outgrows_its_caches(capsys, options, pipe):
+    pipe(("a b c d e f g h i j k\n" * 4).encode())
     report = run_json(capsys, *options, "--chat", "--max-new-tokens", 8)
     assert len(report["turns"]) == 4
-    monkeypatch.setattr(sys, "stdin", open_pipe("a b c d e f g h i j k\n" * 9))
+    pipe(("a b c d e f g h i j k\n" * 9).encode())
     status, out, err = run(capsys, *options, "--chat", "--max-new-tokens", 8)
     assert status == 2
     assert out.count("\n") >= 5
@@ -379,11 +399,8 @@ def test_what_only_the_models_can_refuse(capsys, options, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_stdin_that_is_not_text(capsys, options, monkeypatch):
-    read, write = os.pipe()
-    os.write(write, b"\xff\xfe")
-    os.close(write)
-    monkeypatch.setattr(sys, "stdin", open(read, encoding="utf-8"))  # noqa: PTH123, SIM115
+def test_stdin_that_is_not_text(capsys, options, pipe):
+    pipe(b"\xff\xfe")
     status, out, err = run(capsys, *options)
     assert (status, out) == (2, "")
     assert "stdin is not valid UTF-8" in err
@@ -402,7 +419,8 @@ def test_the_reader_goes_away(options):
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
     )
     process.stdout.close()
-    error = process.stderr.read().decode()
+    with process.stderr:
+        error = process.stderr.read().decode()
     assert process.wait(timeout=120) == 141, error
     assert "Traceback" not in error
     assert "BrokenPipe" not in error
@@ -436,8 +454,7 @@ def environment():
     return {**os.environ, "PYTHONPATH": str(package)}
 
 
-def open_pipe(text):
-    read, write = os.pipe()
-    os.write(write, text.encode())
-    os.close(write)
-    return open(read, encoding="utf-8")  # noqa: PTH123, SIM115
+def batch_of_one(ids, width=64):
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, : len(ids)] = ids
+    return tokens, np.array([len(ids)], np.int32)

@@ -22,9 +22,9 @@ def describe():
             yield describe_one(name, value)
             continue
         for inner, function in sorted(vars(value).items()):
-            if inspect.isfunction(function) and function.__module__ == value.__name__:
-                if not inner.startswith("_"):
-                    yield describe_one(f"{name}.{inner}", function)
+            is_ours = getattr(function, "__module__", None) == value.__name__
+            if inspect.isfunction(function) and is_ours and inner[0] != "_":
+                yield describe_one(f"{name}.{inner}", function)
 
 
 def describe_one(name, value):

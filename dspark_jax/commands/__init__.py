@@ -1,1 +1,5 @@
-"""The commands of `dspark`, a module each: `SUMMARY`, `EPILOG`, `add_arguments`, `run`."""
+"""The commands of `dspark`: a module each, which `cli.make_parser` lists.
+
+A command has `SUMMARY`, `DESCRIPTION`, `EPILOG`, `add_arguments(parser)` and
+`run(arguments) -> exit status`, and imports JAX only when it runs.
+"""

@@ -1,10 +1,9 @@
-"""`dspark generate`: one answer, a comparison with plain decoding, or a conversation."""
+"""`dspark generate`: an answer, a comparison with plain decoding, a conversation."""
 
 import argparse
 import json
 import pathlib
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -96,16 +95,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--drafter",
-        help="dspark-smollm2-135m, a folder in DeepSpec's layout, prompt-lookup, or none "
-        "for plain decoding (default: the shipped one where it fits the target, else "
-        "prompt-lookup)",
+        help="dspark-smollm2-135m, a folder in DeepSpec's layout, prompt-lookup, or "
+        "none for plain decoding (default: the shipped one for the default target, "
+        "else prompt-lookup)",
     )
     add = parser.add_argument_group("output").add_argument
     add(
         "--compare",
         action="store_true",
-        help="run plain decoding too: both speeds, the accepted length, and whether the "
-        "words are equal",
+        help="run plain decoding too: both speeds, the accepted length, and whether "
+        "the words are equal",
     )
     add("--json", action="store_true", help="print one JSON object instead of the text")
 
@@ -159,8 +158,8 @@ def _check(arguments: argparse.Namespace) -> None:
         for name in ("top_k", "top_p", "min_p"):
             if getattr(arguments, name) is not None:
                 raise failure.Failure(
-                    f"{_option(name)} needs --temperature above 0: without one the most "
-                    "likely token is always taken"
+                    f"{_option(name)} needs --temperature above 0: without one the "
+                    "most likely token is always taken"
                 )
     if arguments.chat and arguments.compare:
         raise failure.Failure("--chat and --compare exclude each other")
@@ -311,8 +310,8 @@ def _table(
         words = f"the words differ after {comparison['first_difference']} equal tokens"
         if not comparison["is_equality_expected"]:
             words += (
-                f", as they may: rule {arguments.rule!r} draws other words from the same "
-                "distribution (--rule seeded draws the same)"
+                f", as they may: rule {arguments.rule!r} draws other words from the "
+                "same distribution (--rule seeded draws the same)"
             )
     speedup = comparison["speedup"]
     faster = "" if speedup is None else f"{speedup:.2f} times the speed; "

@@ -1,4 +1,4 @@
-"""The models of a command: loaded, compiled programs cached on disk, text in and out."""
+"""The models of a command, text in and out, and the cache of compiled programs."""
 
 import argparse
 import dataclasses
@@ -58,7 +58,7 @@ class Models:
         return Session(plan, inputs, self.seed, rounds)
 
     def encode(self, prompt: str) -> list[int]:
-        """The prompt's ids, as a user's turn where the tokenizer has a chat template."""
+        """The prompt's ids, as a user's turn where there is a chat template."""
         if self.is_raw or self.tokenizer.chat is None:
             ids = self.tokenizer.encode(prompt)
         else:

@@ -9,25 +9,43 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax import checks
 from dspark_jax.config import Speculation
-from dspark_jax.types import Drafter, Target
+from dspark_jax.types import DecodeState, Drafter, Target
 
 
-def check_models(target: Target, drafter: Drafter | None, options: Speculation) -> int:
+def check_models(
+    target: Target,
+    drafter: Drafter | None,
+    options: Speculation,
+    *,
+    is_speculative: bool = False,
+) -> int:
     """Checks that drafter, target and options fit; returns the draft length K.
+
+    Without a drafter, which only plain decoding may lack, K is 0.
 
     Raises:
       TypeError: not a Target, Drafter or Speculation.
       ValueError: a drafter of another target, a tap out of range, a draft length
-        beyond the drafter's block size.
+        beyond the drafter's block size, a window of confidences that nobody predicts.
     """
     if not isinstance(target, Target):
         raise TypeError(f"`target` must be a Target, got {type(target).__name__}")
-    if drafter is None:
+    if drafter is None and not is_speculative:
         return 0
     if not isinstance(drafter, Drafter):
         raise TypeError(f"`drafter` must be a Drafter, got {type(drafter).__name__}")
     if not isinstance(options, Speculation):
         raise TypeError(f"`options` must be a Speculation, got {type(options).__name__}")
+    for name, theirs in (
+        ("vocab_size", target.config.vocab_size),
+        ("num_target_layers", target.config.num_layers),
+    ):
+        ours = getattr(drafter.config, name, theirs)
+        if ours != theirs:
+            raise ValueError(
+                f"`drafter` was made for another target: its {name} is {ours}, the "
+                f"target's is {theirs}"
+            )
     ours, theirs = drafter.config.target_fingerprint, target.config.fingerprint
     if ours and theirs and ours != theirs:
         raise ValueError(
@@ -46,7 +64,29 @@ def check_models(target: Target, drafter: Drafter | None, options: Speculation) 
             "`options.draft_length` must be at most the drafter's block size "
             f"{drafter.config.block_size}, got {length}"
         )
+    if options.keep is not None:
+        check_confidence("options.keep", drafter)
     return length
+
+
+def check_confidence(name: str, drafter: Drafter) -> None:
+    """Raises ValueError if `drafter` is known to predict no confidences."""
+    if getattr(drafter.config, "confidence_kind", None) == "none":
+        raise ValueError(
+            f"`{name}` needs a drafter with a confidence head, but its confidence_kind "
+            "is 'none'"
+        )
+
+
+def check_state(state: Any, drafter: Drafter | None) -> None:
+    """Raises unless `state` is a DecodeState, made with a drafter if one is given."""
+    if not isinstance(state, DecodeState):
+        raise TypeError(f"`state` must be a DecodeState, got {type(state).__name__}")
+    if drafter is not None and state.drafter_state is None and state.stats is None:
+        raise ValueError(
+            "`state` was made by a `prefill` without a drafter: it has no context to "
+            "draft from"
+        )
 
 
 def check_prompts(
@@ -54,7 +94,8 @@ def check_prompts(
 ) -> tuple[Int[Array, "B P"], Int[Array, "B"]]:
     """Returns tokens and lengths as int32; values are checked where they are known."""
     given_tokens, given_lengths = tokens, lengths
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    tokens = checks.as_array("tokens", tokens)
+    lengths = checks.as_array("lengths", lengths)
     checks.check_rank("tokens", tokens, "B P")
     checks.check_integer("tokens", tokens)
     checks.check_integer("lengths", lengths)
@@ -79,12 +120,11 @@ def make_limits(
     """
     if limits is None:
         limits = jnp.full(lengths.shape, max_new_tokens, jnp.int32)
-    else:
-        rule = f"0..max_new_tokens = {max_new_tokens}"
-        checks.check_range("limits", limits, 0, max_new_tokens, rule)
-    limits = jnp.asarray(limits)
+    given, limits = limits, checks.as_array("limits", limits)
     checks.check_integer("limits", limits)
     checks.check_shape("limits", limits, "B", lengths.shape)
+    rule = f"0..max_new_tokens = 0..{max_new_tokens}"
+    checks.check_range("limits", given, 0, max_new_tokens, rule)
     limits = jnp.clip(limits.astype(jnp.int32), 0, max_new_tokens)
     return jnp.minimum(lengths + limits, target.config.max_position + 1)
 
@@ -95,13 +135,13 @@ def make_stop_tokens(
     """Stop tokens [B, n], padded with -1; None takes the target's."""
     if stop_tokens is None:
         stop_tokens = target.config.stop_tokens
-    if isinstance(stop_tokens, list | tuple):
-        stop_tokens = np.asarray(stop_tokens, np.int32).reshape(-1)
+    if isinstance(stop_tokens, list | tuple) and not stop_tokens:
+        stop_tokens = np.zeros((0,), np.int32)
+    array = checks.as_array("stop_tokens", stop_tokens)
+    checks.check_integer("stop_tokens", array)
     last = target.config.vocab_size - 1
     rule = f"0..{last} (the vocabulary), or be the padding -1"
     checks.check_range("stop_tokens", stop_tokens, -1, last, rule)
-    array = jnp.asarray(stop_tokens)
-    checks.check_integer("stop_tokens", array)
     if array.ndim not in (1, 2) or (array.ndim == 2 and array.shape[0] != batch):
         raise ValueError(
             f"`stop_tokens` must have shape (n,) or (B, n) = ({batch}, n), got "
@@ -114,7 +154,9 @@ def make_stop_tokens(
     return jnp.broadcast_to(array.astype(jnp.int32), (batch, array.shape[-1]))
 
 
-def make_threshold(threshold: Any, batch: int) -> Float[Array, "B"] | None:
+def make_threshold(
+    threshold: Any, drafter: Drafter, batch: int
+) -> Float[Array, "B"] | None:
     """The confidence threshold per request, or None."""
     if threshold is None:
         return None
@@ -124,6 +166,7 @@ def make_threshold(threshold: Any, batch: int) -> Float[Array, "B"] | None:
             raise ValueError(
                 f"`confidence_threshold` must lie in [0, 1], got {threshold}"
             )
+    check_confidence("confidence_threshold", drafter)
     array = jnp.asarray(threshold, jnp.float32)
     if array.shape not in ((), (batch,)):
         raise ValueError(
@@ -139,9 +182,11 @@ def make_temperatures(temperatures: Any, length: int) -> Float[Array, "K"] | Non
         return None
     known = checks.known(temperatures)
     if known is not None:
-        if known.dtype.kind not in "fiu" or not np.all(known > 0):
+        is_number = known.dtype.kind in "fiu"
+        if not is_number or not np.all((known > 0) & np.isfinite(known)):
             raise ValueError(
-                f"`confidence_temperatures` must be positive, got {temperatures}"
+                "`confidence_temperatures` must be positive and finite, got "
+                f"{temperatures}"
             )
     array = jnp.asarray(temperatures, jnp.float32)
     if array.ndim != 1 or array.shape[0] < length:
@@ -150,3 +195,14 @@ def make_temperatures(temperatures: Any, length: int) -> Float[Array, "K"] | Non
             f"({length},), got {array.shape}"
         )
     return array
+
+
+def make_cap(cap: Any, batch: int) -> Int[Array, "B"] | None:
+    """The cap on the verify length per request, or None."""
+    if cap is None:
+        return None
+    array = checks.as_array("max_verify_length", cap)
+    checks.check_integer("max_verify_length", array)
+    checks.check_shape("max_verify_length", array, "B", (batch,))
+    checks.check_range("max_verify_length", cap, 0, 2**31 - 1, "0..2**31 - 1")
+    return array.astype(jnp.int32)

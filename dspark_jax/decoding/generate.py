@@ -21,6 +21,7 @@ from dspark_jax.types import (
     DecodeState,
     Drafter,
     Generation,
+    Logprobs,
     PyTree,
     RoundInfo,
     Target,
@@ -62,13 +63,13 @@ def speculative_generate(
       limits: int32 [B * num_samples], new tokens per row, at most `max_new_tokens`.
       stop_tokens: ids (n,) or [B * num_samples, n], padded with -1; None takes the
         target's, () none. A committed stop token ends its row and is kept.
-      confidence_threshold: [] or [B], ends a verify window at the first slot whose
-        confidence is below it.
+      confidence_threshold: [] or [B * num_samples], ends a verify window at the first
+        slot whose confidence is below it; needs a drafter with a confidence head.
       confidence_temperatures: [K], calibration of the confidences per slot.
       num_samples: static; samples per prompt, drawn from one prefill. Rows come in the
         order prompt 0 sample 0, prompt 0 sample 1, ...
       return_logprobs: also return log-probabilities of the new tokens.
-      return_state: also return the state, for `extend`.
+      return_state: also return the state, for `extend`; max_new_tokens must be >= 1.
 
     Returns:
       Generation: tokens [B * num_samples, P + max_new_tokens], new ones from lengths[b]
@@ -81,6 +82,13 @@ def speculative_generate(
     References:
       Leviathan et al. 2022; DSpark (arXiv 2607.05147) 3.1.
     """
+    # All arguments are checked before any work is done.
+    length = arguments.check_models(target, drafter, options, is_speculative=True)
+    tokens, lengths = arguments.check_prompts(tokens, lengths, target)
+    checks.check_int("num_samples", num_samples, 1)
+    rows = tokens.shape[0] * num_samples
+    threshold = arguments.make_threshold(confidence_threshold, drafter, rows)
+    temperatures = arguments.make_temperatures(confidence_temperatures, length)
     start = _begin(
         key,
         tokens,
@@ -96,6 +104,7 @@ def speculative_generate(
         stop_tokens=stop_tokens,
         num_samples=num_samples,
         return_logprobs=return_logprobs,
+        return_state=return_state,
     )
     if isinstance(start, Generation):
         return start
@@ -109,8 +118,8 @@ def speculative_generate(
         sampling=sampling,
         options=options,
         stop_tokens=stop_tokens,
-        confidence_threshold=confidence_threshold,
-        confidence_temperatures=confidence_temperatures,
+        confidence_threshold=threshold,
+        confidence_temperatures=temperatures,
     )
     return to_generation(state, return_state=return_state)
 
@@ -151,6 +160,7 @@ def autoregressive_generate(
         stop_tokens=stop_tokens,
         num_samples=num_samples,
         return_logprobs=return_logprobs,
+        return_state=return_state,
     )
     if isinstance(start, Generation):
         return start
@@ -197,10 +207,9 @@ def prefill(
     length = arguments.check_models(target, drafter, options)
     tokens, lengths = arguments.check_prompts(tokens, lengths, target)
     width = tokens.shape[1]
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
-    if num_samples < 1:
-        raise ValueError(f"`num_samples` must be at least 1, got {num_samples}")
+    checks.check_int("max_new_tokens", max_new_tokens, 1)
+    checks.check_int("num_samples", num_samples, 1)
+    checks.check_int("capacity", capacity, 1)
     if width > target.config.max_position:
         raise ValueError(
             "`tokens` must not be wider than the target's max_position "
@@ -254,15 +263,16 @@ def extend(
       (others): as in `speculative_generate`.
 
     Raises:
-      ValueError: the state's capacity cannot hold the new turn and its answer (checked
-        where lengths are known).
+      ValueError: the state's capacity cannot hold the new turn and its answer, or the
+        turn passes the target's last position. Under a trace lengths are unknown: a row
+        whose turn does not fit then stays as it is and finishes by length.
     """
     arguments.check_models(target, drafter, options)
+    arguments.check_state(state, drafter)
     tokens, lengths = arguments.check_prompts(tokens, lengths, target, may_be_empty=True)
     batch, capacity = state.tokens.shape
-    checks.check_shape("lengths", lengths, "B", (batch,))
-    if max_new_tokens < 1:
-        raise ValueError(f"`max_new_tokens` must be at least 1, got {max_new_tokens}")
+    checks.check_shape("tokens", tokens, "B Q", (batch, tokens.shape[1]))
+    checks.check_int("max_new_tokens", max_new_tokens, 1)
     begun = state.lengths + lengths
     known_begun = checks.known(begun)
     if known_begun is not None:
@@ -317,7 +327,8 @@ def speculative_round(
     Returns:
       The state, and RoundInfo: what was drafted, verified, accepted and committed.
     """
-    length = arguments.check_models(target, drafter, options)
+    length = arguments.check_models(target, drafter, options, is_speculative=True)
+    arguments.check_state(state, drafter)
     batch = state.tokens.shape[0]
     return round.speculative_step(
         state,
@@ -328,11 +339,13 @@ def speculative_round(
         settings=_check_sampling(sampling, batch),
         options=options,
         stop_tokens=arguments.make_stop_tokens(stop_tokens, target, batch),
-        confidence_threshold=arguments.make_threshold(confidence_threshold, batch),
+        confidence_threshold=arguments.make_threshold(
+            confidence_threshold, drafter, batch
+        ),
         confidence_temperatures=arguments.make_temperatures(
             confidence_temperatures, length
         ),
-        max_verify_length=max_verify_length,
+        max_verify_length=arguments.make_cap(max_verify_length, batch),
     )
 
 
@@ -360,6 +373,8 @@ def autoregressive_steps(
     stop_tokens: Any = None,
 ) -> DecodeState:
     """Plain decoding until all rows are done, or `num_steps` tokens at most."""
+    arguments.check_models(target, None, Speculation())
+    arguments.check_state(state, None)
     batch = state.tokens.shape[0]
     settings = _check_sampling(sampling, batch)
     stops = arguments.make_stop_tokens(stop_tokens, target, batch)
@@ -389,31 +404,51 @@ def to_generation(state: DecodeState, *, return_state: bool = False) -> Generati
 
 
 def _begin(
-    key: Any, tokens: Any, lengths: Any, *, max_new_tokens: int, settings: Any, **rest: Any
+    key: Any,
+    tokens: Any,
+    lengths: Any,
+    *,
+    max_new_tokens: int,
+    settings: Any,
+    limits: Any,
+    return_state: bool,
+    **rest: Any,
 ) -> DecodeState | Generation:
     """`prefill` at the capacity of one generation, or the prompts if nothing is asked."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"`max_new_tokens` must be an int >= 0, got {max_new_tokens!r}")
-    width = jnp.asarray(tokens).shape[-1]
-    capacity = width + max(max_new_tokens, 1)
+    target, num_samples = rest["target"], rest["num_samples"]
+    arguments.check_models(target, rest["drafter"], rest["options"])
+    checks.check_int("max_new_tokens", max_new_tokens, 0)
+    checks.check_int("num_samples", num_samples, 1)
+    tokens, lengths = arguments.check_prompts(tokens, lengths, target)
+    capacity = tokens.shape[1] + max(max_new_tokens, 1)
     arguments_ = dict(rest, sampling=settings, capacity=capacity)
     if max_new_tokens > 0:
-        return prefill(key, tokens, lengths, max_new_tokens=max_new_tokens, **arguments_)
+        return prefill(
+            key,
+            tokens,
+            lengths,
+            max_new_tokens=max_new_tokens,
+            limits=limits,
+            **arguments_,
+        )
+    if return_state:
+        raise ValueError("`return_state` needs `max_new_tokens` >= 1, got 0")
+    tokens_out, lengths_out = (jnp.repeat(x, num_samples, 0) for x in (tokens, lengths))
+    arguments.make_limits(limits, 0, lengths_out, target)
     # Shapes and checks are those of a real call; no work is done.
     shapes = jax.eval_shape(
-        lambda t, n: prefill(key, t, n, max_new_tokens=1, **arguments_),
-        *arguments.check_prompts(tokens, lengths, rest["target"]),
+        lambda t, n: prefill(key, t, n, max_new_tokens=1, **arguments_), tokens, lengths
     )
-    del shapes
-    repeat = rest["num_samples"]
-    tokens, lengths = arguments.check_prompts(tokens, lengths, rest["target"])
-    tokens, lengths = jnp.repeat(tokens, repeat, 0), jnp.repeat(lengths, repeat)
+    logprobs = None
+    if rest["return_logprobs"]:
+        zeros = jnp.zeros(tokens_out.shape, jnp.float32)
+        logprobs = Logprobs(raw=zeros, sampling=zeros)
     return Generation(
-        tokens=tokens,
-        lengths=lengths,
-        finish=jnp.full(lengths.shape, FINISH_LENGTH, jnp.int32),
-        logprobs=None,
-        stats=None,
+        tokens=tokens_out,
+        lengths=lengths_out,
+        finish=jnp.full(lengths_out.shape, FINISH_LENGTH, jnp.int32),
+        logprobs=logprobs,
+        stats=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.stats),
     )
 
 

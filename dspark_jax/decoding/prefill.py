@@ -68,9 +68,16 @@ def start(
     buffer = jnp.zeros((batch, capacity), jnp.int32)
     buffer = jax.lax.dynamic_update_slice(buffer, tokens.astype(jnp.int32), (0, 0))
     if num_samples > 1:
-        repeated = (hidden, cache, state, buffer, lengths)
-        hidden, cache, state, buffer, lengths = kv_cache.repeat_rows(
-            repeated, num_samples
+        cache = kv_cache.repeat_rows(
+            cache, lambda n: target.init_cache(n, capacity), batch, num_samples
+        )
+        if drafter is not None:
+            make_state = drafter.init_state
+            state = kv_cache.repeat_rows(
+                state, lambda n: make_state(n, capacity), batch, num_samples
+            )
+        hidden, buffer, lengths = (
+            jnp.repeat(x, num_samples, axis=0) for x in (hidden, buffer, lengths)
         )
     decode = DecodeState(
         key=key,
@@ -80,7 +87,7 @@ def start(
         finish=jnp.full((rows,), RUNNING, jnp.int32),
         target_cache=cache,
         drafter_state=state,
-        stats=None if drafter is None else _empty_stats(rows, draft_length),
+        stats=None if drafter is None else _empty_stats(lengths, draft_length),
         logprobs=_empty_logprobs(rows, capacity) if return_logprobs else None,
     )
     return draw_first(decode, hidden, stop_tokens, target, target_params, settings)
@@ -100,7 +107,14 @@ def continue_from(
     settings: Sampling,
     chunk: int = DEFAULT_CHUNK,
 ) -> DecodeState:
-    """Appends a new turn and draws the next token; only new tokens are fed."""
+    """Appends a new turn and draws the next token; only new tokens are fed.
+
+    A row whose turn does not fit stays as it is and finishes by length.
+    """
+    last = min(state.tokens.shape[1], target.config.max_position)
+    fits = state.lengths + lengths <= last
+    lengths = jnp.where(fits, lengths, 0)
+    limits = jnp.where(fits, limits, state.lengths)
     width = tokens.shape[1]
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     is_new = offset < lengths[:, None]
@@ -110,7 +124,7 @@ def continue_from(
     hidden, cache, drafter_state = _feed(
         fed,
         anchor_at,
-        lengths + 1,
+        jnp.where(fits, lengths + 1, 0),
         state.target_cache,
         state.drafter_state,
         target=target,
@@ -216,17 +230,20 @@ def _feed(
     return carry[1:]
 
 
-def _empty_stats(batch: int, draft_length: int) -> Stats:
-    def zeros(*shape: int) -> jax.Array:
-        return jnp.zeros(shape, jnp.int32)
+def _empty_stats(lengths: Int[Array, "B"], draft_length: int) -> Stats:
+    # Made of `lengths`, so that inside `shard_map` they vary over the mesh as the counts
+    # that a loop adds to them do; each an array of its own, so that it can be donated.
+    def zeros(*sizes: int) -> jax.Array:
+        first = (lengths * 0).reshape(-1, *([1] * len(sizes)))
+        return jnp.broadcast_to(first, (lengths.shape[0], *sizes))
 
     return Stats(
-        num_rounds=zeros(batch),
-        num_verified=zeros(batch),
-        num_accepted=zeros(batch),
-        accepted_sum=zeros(batch),
-        verified_at=zeros(batch, draft_length),
-        accepted_at=zeros(batch, draft_length),
+        num_rounds=zeros(),
+        num_verified=zeros(),
+        num_accepted=zeros(),
+        accepted_sum=zeros(),
+        verified_at=zeros(draft_length),
+        accepted_at=zeros(draft_length),
     )
 
 

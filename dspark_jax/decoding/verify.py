@@ -258,7 +258,9 @@ def _leading(is_accepted: jax.Array, verify_length: jax.Array) -> jax.Array:
     """Number of leading Trues within the window, int32 [B]."""
     slots = jnp.arange(is_accepted.shape[1], dtype=jnp.int32)[None]
     stands = is_accepted & (slots < verify_length[:, None])
-    return jnp.sum(jnp.cumprod(stands.astype(jnp.int32), axis=1), axis=1)
+    # The dtype is given because an x64 sum of int32 is int64.
+    leading = jnp.cumprod(stands, axis=1, dtype=jnp.int32)
+    return jnp.sum(leading, axis=1, dtype=jnp.int32)
 
 
 def _take(array: jax.Array, index: jax.Array) -> jax.Array:

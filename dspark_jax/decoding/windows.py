@@ -69,7 +69,7 @@ def window_length(
             if threshold is not None:
                 column = column & (confidence[:, k] >= threshold)
             if keep is not None:
-                column = column & keep(k, confidence[:, k], survival)
+                column = column & _checked(keep(k, confidence[:, k], survival), batch)
             columns.append(column)
         keeps = jnp.stack(columns, axis=1)
     if draft.length is not None:
@@ -79,7 +79,17 @@ def window_length(
     is_stop = jnp.any(draft.tokens[..., None] == stop_tokens[:, None], axis=-1)
     stopped = jnp.cumsum(is_stop.astype(jnp.int32), axis=1) - is_stop.astype(jnp.int32)
     keeps = keeps & (stopped == 0)
-    window = jnp.sum(jnp.cumprod(keeps.astype(jnp.int32), axis=1), axis=1)
+    leading = jnp.cumprod(keeps, axis=1, dtype=jnp.int32)
+    window = jnp.sum(leading, axis=1, dtype=jnp.int32)
     if max_verify_length is not None:
         window = jnp.minimum(window, max_verify_length)
     return jnp.clip(window, 0, jnp.maximum(remaining - 1, 0)).astype(jnp.int32)
+
+
+def _checked(keeps: jax.Array, batch: int) -> jax.Array:
+    shape, dtype = jnp.shape(keeps), jnp.result_type(keeps)
+    if shape != (batch,) or dtype != jnp.bool_:
+        raise ValueError(
+            f"`options.keep` must return bool (B,) = ({batch},), got {dtype} {shape}"
+        )
+    return keeps

@@ -25,7 +25,7 @@ from dspark_jax.config import DrafterConfig
 class BackboneParams:
     """Parameters of the backbone."""
 
-    fc: jax.Array  # [M*D, D]
+    fc: jax.Array  # [D, M*D]
     hidden_norm: jax.Array  # [D]
     layers: tuple[layers.BlockParams, ...]
     final_norm: jax.Array  # [D]
@@ -39,7 +39,7 @@ def abstract(config: DrafterConfig) -> BackboneParams:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     return BackboneParams(
-        fc=array(len(config.tap_layers) * config.width, config.width),
+        fc=array(config.width, len(config.tap_layers) * config.width),
         hidden_norm=array(config.width),
         layers=tuple(
             layers.abstract_block(config.block, dtype) for _ in range(config.num_layers)

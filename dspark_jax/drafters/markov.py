@@ -25,7 +25,7 @@ class MarkovParams:
 
     w1: jax.Array  # [V, R]
     w2: jax.Array  # [V, R]
-    projection: jax.Array | None = None  # gated [D + R, R], rnn [2R + D, 3R]
+    projection: jax.Array | None = None  # gated [R, D + R], rnn [3R, 2R + D]
     projection_bias: jax.Array | None = None  # gated [R], rnn [3R]
 
 
@@ -38,8 +38,8 @@ def abstract(config: DrafterConfig) -> MarkovParams | None:
     table = jax.ShapeDtypeStruct((config.vocab_size, rank), dtype)
     shapes = {
         "vanilla": None,
-        "gated": (config.width + rank, rank),
-        "rnn": (2 * rank + config.width, 3 * rank),
+        "gated": (rank, config.width + rank),
+        "rnn": (3 * rank, 2 * rank + config.width),
     }
     shape = shapes[config.markov_kind]
     return MarkovParams(
@@ -48,7 +48,7 @@ def abstract(config: DrafterConfig) -> MarkovParams | None:
         projection=None if shape is None else jax.ShapeDtypeStruct(shape, dtype),  # type: ignore[arg-type]
         projection_bias=None
         if shape is None
-        else jax.ShapeDtypeStruct(shape[1:], dtype),  # type: ignore[arg-type]
+        else jax.ShapeDtypeStruct(shape[:1], dtype),  # type: ignore[arg-type]
     )
 
 

@@ -150,9 +150,6 @@ def _params(config: DrafterConfig, tensors: Mapping[str, np.ndarray]) -> DSparkP
     def array(name: str) -> jax.Array:
         return load_lib.to_device(tensors[name], dtype)
 
-    def transposed(name: str) -> jax.Array:
-        return load_lib.to_device(tensors[name].T, dtype)
-
     markov_params = confidence_params = None
     if config.markov_kind != "none":
         projection = _PROJECTIONS.get(config.markov_kind)
@@ -160,7 +157,7 @@ def _params(config: DrafterConfig, tensors: Mapping[str, np.ndarray]) -> DSparkP
         markov_params = markov.MarkovParams(
             w1=array("markov_head.markov_w1.weight"),
             w2=array("markov_head.markov_w2.weight"),
-            projection=transposed(f"{name}.weight") if projection else None,
+            projection=array(f"{name}.weight") if projection else None,
             projection_bias=array(f"{name}.bias") if projection else None,
         )
     if config.confidence_kind != "none":
@@ -170,7 +167,7 @@ def _params(config: DrafterConfig, tensors: Mapping[str, np.ndarray]) -> DSparkP
         )
     return DSparkParams(
         backbone=backbone.BackboneParams(
-            fc=transposed("fc.weight"),
+            fc=array("fc.weight"),
             hidden_norm=array("hidden_norm.weight"),
             layers=tuple(
                 load_lib.block_params(config.block, tensors, f"layers.{layer}.", dtype)
@@ -189,20 +186,20 @@ def _tensors(config: DrafterConfig, params: DSparkParams) -> dict[str, np.ndarra
     """All tensors but the two tables, as in the file; the inverse of `_params`."""
     body = params.backbone
     tensors = {
-        "fc.weight": np.asarray(body.fc).T,
+        "fc.weight": np.asarray(body.fc),
         "hidden_norm.weight": np.asarray(body.hidden_norm),
         "norm.weight": np.asarray(body.final_norm),
     }
     for layer, block in enumerate(body.layers):
         for field, name in load_lib.BLOCK_NAMES.items():
             if getattr(block, field) is not None:
-                tensors[f"layers.{layer}.{name}"] = np.asarray(getattr(block, field)).T
+                tensors[f"layers.{layer}.{name}"] = np.asarray(getattr(block, field))
     if params.markov is not None:
         tensors["markov_head.markov_w1.weight"] = np.asarray(params.markov.w1)
         tensors["markov_head.markov_w2.weight"] = np.asarray(params.markov.w2)
         if params.markov.projection is not None:
             name = f"markov_head.{_PROJECTIONS[config.markov_kind]}"
-            tensors[f"{name}.weight"] = np.asarray(params.markov.projection).T
+            tensors[f"{name}.weight"] = np.asarray(params.markov.projection)
             tensors[f"{name}.bias"] = np.asarray(params.markov.projection_bias)
     if params.confidence is not None:
         weight = np.asarray(params.confidence.weight)

@@ -1,7 +1,7 @@
 """Loading a target: the embedded default, a Hugging Face folder or a GGUF file.
 
 All sources come down to a `DecoderConfig` and tensors under Hugging Face names, which
-are checked against the configuration, transposed to [in, out] and put on the default
+are checked against the configuration and put on the default
 device once. The fingerprint names the model, not the file: a GGUF, a bfloat16 and a
 float32 copy of one model have the same.
 """
@@ -21,7 +21,7 @@ from dspark_jax.config import BlockConfig, DecoderConfig
 from dspark_jax.targets import decoder, fetch, gguf, gguf_llama, hf_config
 from dspark_jax.types import Target
 
-# Hugging Face name and whether it is a matrix, which is stored [out, in] there.
+# Our field and its Hugging Face name.
 BLOCK_NAMES = {
     "input_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
@@ -111,10 +111,10 @@ def expected_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def block_shapes(config: BlockConfig, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape, [out, in], of one block's tensors."""
+    """Hugging Face name -> shape of one block's tensors."""
     abstract = layers.abstract_block(config, np.float32)
     return {
-        prefix + name: getattr(abstract, field).shape[::-1]
+        prefix + name: getattr(abstract, field).shape
         for field, name in BLOCK_NAMES.items()
         if getattr(abstract, field) is not None
     }
@@ -127,7 +127,7 @@ def block_params(
     abstract = layers.abstract_block(config, dtype)
     return layers.BlockParams(
         **{
-            field: to_device(tensors[prefix + name].T, dtype)
+            field: to_device(tensors[prefix + name], dtype)
             for field, name in BLOCK_NAMES.items()
             if getattr(abstract, field) is not None
         }

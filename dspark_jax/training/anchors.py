@@ -27,7 +27,9 @@ class Blocks:
 
     inputs: jax.Array  # int32 [B, A, K], (anchor, mask, ..., mask); dummies all mask
     positions: jax.Array  # int32 [B, A, K], absolute: anchor + k
-    previous: jax.Array  # int32 [B, A, K], the token before each label (teacher forcing)
+    previous: (
+        jax.Array
+    )  # int32 [B, A, K], the token before each label (teacher forcing)
     labels: jax.Array  # int32 [B, A, K], the token at anchor + 1 + k
     label_positions: jax.Array  # int32 [B, A, K], clipped to the sequence
     is_supervised: jax.Array  # bool [B, A, K], a contiguous prefix of every block

@@ -75,7 +75,8 @@ def make_prefixes(
             continue
         content = prompts.OPENINGS[opening] if kind == 1 else next(texts)
         ids = tokenizer.encode_chat(
-            [{"role": "user", "content": content}], add_generation_prompt=bool(kind == 2)
+            [{"role": "user", "content": content}],
+            add_generation_prompt=bool(kind == 2),
         )
         ids = ids[len(chat.shared) :]
         if kind == 1:
@@ -125,7 +126,9 @@ def write(
             log(f"wrote {index * batch} rows in {spent:.1f} s")
             if spent + spent / index > seconds:
                 break
-        rows = write_rows(jax.random.fold_in(jax.random.key(seed), index), shared, prefixes)
+        rows = write_rows(
+            jax.random.fold_in(jax.random.key(seed), index), shared, prefixes
+        )
         done.append(Rows(tokens=_narrow(rows.tokens), loss_mask=rows.loss_mask))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done), len(done)
 

@@ -237,7 +237,9 @@ def _advance(
     prefix = jnp.take_along_axis(
         prefixes.tokens, jnp.minimum(index, last)[:, None], axis=1
     )[:, 0]
-    drawn = jnp.where((phase == USER) & (index >= config.max_user), config.end_of_turn, drawn)
+    drawn = jnp.where(
+        (phase == USER) & (index >= config.max_user), config.end_of_turn, drawn
+    )
     token = jnp.where(phase == PREFIX, prefix, drawn)
     token = jnp.where(phase == TO_ANSWER, _header(config.to_answer, index), token)
     token = jnp.where(phase == TO_USER, _header(config.to_user, index), token)

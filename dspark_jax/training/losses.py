@@ -128,7 +128,9 @@ def reference_terms(
     target = jax.lax.stop_gradient(layers.unembed(target_hidden, head))
     log_p = jax.nn.log_softmax(logits, axis=-1)
     ce = -jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
-    distance = jnp.abs(jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(target, axis=-1))
+    distance = jnp.abs(
+        jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(target, axis=-1)
+    )
     return ReferenceTerms(base, logits, target, ce, jnp.sum(distance, axis=-1))
 
 
@@ -243,10 +245,17 @@ def _run_chunks(
         target_logits = _logits(target_rows, head)
         target_norm = jax.nn.logsumexp(target_logits, axis=-1, keepdims=True)
         outputs, accumulated = [], []
-        for row, matrix, w2_gradient in zip(inputs, matrices, w2_gradients, strict=True):
+        for row, matrix, w2_gradient in zip(
+            inputs, matrices, w2_gradients, strict=True
+        ):
             terms, gradient = _compare(
-                _logits(row, matrix), target_logits, target_norm, label, weight,
-                ce_weight, l1_weight,
+                _logits(row, matrix),
+                target_logits,
+                target_norm,
+                label,
+                weight,
+                ce_weight,
+                l1_weight,
             )
             row_gradient = None
             if with_gradient:
@@ -277,7 +286,9 @@ def _run_chunks(
         return losses, terms, None
     gradients = tuple(
         _unpack(draft, output[1], w2_gradient)
-        for draft, output, w2_gradient in zip(drafts, outputs, w2_gradients, strict=True)
+        for draft, output, w2_gradient in zip(
+            drafts, outputs, w2_gradients, strict=True
+        )
     )
     return losses, terms, gradients
 
@@ -349,7 +360,9 @@ def _outer(gradient: jax.Array, feature: jax.Array) -> jax.Array:
     )  # [V, R]
 
 
-def _anchors_per_chunk(num_anchors: int, slots_per_anchor: int, chunk_slots: int) -> int:
+def _anchors_per_chunk(
+    num_anchors: int, slots_per_anchor: int, chunk_slots: int
+) -> int:
     """The largest divisor of num_anchors that keeps a chunk at or below chunk_slots."""
     fits = [
         count

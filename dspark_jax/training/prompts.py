@@ -27,9 +27,7 @@ OPENINGS = tuple(
     "In one sentence|In simple terms|Step by step|Brainstorm|Outline|Analyze|Is it true|"
     "Does|Do you think|Should I|What's the difference between|Generate".split("|")
 )
-BOXED = (
-    "\nPlease reason step by step, and put your final answer within \\boxed{}."
-)
+BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 _WORDS = {
     "name": "Mara|Jonas|Priya|Felix|Aisha|Tomas|Lena|Omar|Greta|Kenji|Sofia|Ravi|Nina|"
@@ -173,7 +171,7 @@ _DOCUMENTED = (
     "Finish this code and return the whole function in a code block.\n```python\n{code}```",
     "Here is a Python function without its body. Please implement it.\n{code}\n",
     "Write a Python function `{function}` that does the following:\n{doc}",
-    "Implement this specification in Python:\n\n\"\"\"{doc}\"\"\"",
+    'Implement this specification in Python:\n\n"""{doc}"""',
     "Explain what a function with this documentation does, then write it:\n{doc}",
     "Provide a complete, self-contained implementation that fits this beginning:\n{code}",
 )

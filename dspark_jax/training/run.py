@@ -63,6 +63,7 @@ class RunConfig:
     write_seconds: float = 120.0
     max_rows: int = 131072
     max_prefix: int = 176
+    max_user: int = 96
     held_out_rows: int = 256
     batch_rows: int = 64
     train_seconds: float = 900.0
@@ -91,8 +92,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     tokenizer = tokenizer_lib.load_tokenizer(config.target)
     result = run(
-        config, target, target_params, tokenizer,
-        work=options.work, pieces=options.pieces, resume=options.resume,
+        config,
+        target,
+        target_params,
+        tokenizer,
+        work=options.work,
+        pieces=options.pieces,
+        resume=options.resume,
     )
     sys.stdout.write(json.dumps(result) + "\n")
     return 0
@@ -121,11 +127,17 @@ def run(
         state, numbers = saving.load_state(saved, state)
         clock.log(f"resumed at step {int(state.step)}")
     if resume and (work / "corpus.npz").is_file():
-        rows, num_batches = saving.load_rows(work / "corpus.npz"), numbers["num_batches"]
+        rows, num_batches = (
+            saving.load_rows(work / "corpus.npz"),
+            numbers["num_batches"],
+        )
     else:
         max_batches = config.max_rows // config.write_rows
         rows, num_batches = write_corpus(
-            config, target, target_params, tokenizer,
+            config,
+            target,
+            target_params,
+            tokenizer,
             max_batches=int(numbers.get("num_batches", max_batches)),
             seconds=float("inf") if resume else config.write_seconds,
             log=clock.log,
@@ -145,7 +157,11 @@ def run(
         trainer.compile(state)
     else:
         state, total = trainer.plan(state, params, clock)
-    figures |= {"total_steps": total, "tap_scale": scale, "num_batches": int(num_batches)}
+    figures |= {
+        "total_steps": total,
+        "tap_scale": scale,
+        "num_batches": int(num_batches),
+    }
     numbers = {
         "num_batches": np.int64(num_batches),
         "total_steps": np.int64(total),
@@ -154,7 +170,9 @@ def run(
 
     def checkpoint(state: TrainState) -> dict[str, Any]:
         saving.save_state(saved, state, numbers)
-        for spec, drafter, p in zip(config.drafters, drafters, state.params, strict=True):
+        for spec, drafter, p in zip(
+            config.drafters, drafters, state.params, strict=True
+        ):
             saving.export(work / spec.name, drafter, p, scale)
         found = trainer.held_out(state)
         _append(work / "metrics.jsonl", {"step": int(state.step), "held_out": found})
@@ -220,7 +238,7 @@ def write_corpus(
 ) -> tuple[Rows, int]:
     """Lets the target write rows until a budget is spent."""
     settings = corpus.data_config(
-        tokenizer, length=config.row_length, banned=_BANNED[: target.config.vocab_size]
+        tokenizer, length=config.row_length, max_user=config.max_user, banned=_BANNED
     )
     compiled = jax.jit(data.write_rows, static_argnames=("target", "config"))
 
@@ -319,19 +337,28 @@ class _Trainer:
         rate = step_lib.learning_rate(index, total, self.train_config)
         ce = step_lib.ce_weight(index, total, self.train_config)
         return self._compiled(
-            state=state, key=self.key, corpus_rows=self.rows, index=jnp.asarray(rows),
-            target_params=self.target_params, head=self.head,
-            rate=jnp.float32(rate), ce=jnp.float32(ce),
+            state=state,
+            key=self.key,
+            corpus_rows=self.rows,
+            index=jnp.asarray(rows),
+            target_params=self.target_params,
+            head=self.head,
+            rate=jnp.float32(rate),
+            ce=jnp.float32(ce),
         )
 
     def compile(self, state: TrainState) -> None:
         """Compiles the step for this state."""
         start = time.monotonic()
         lowered = self._step.lower(
-            state=state, key=self.key, corpus_rows=self.rows,
+            state=state,
+            key=self.key,
+            corpus_rows=self.rows,
             index=jnp.zeros(self.config.batch_rows, jnp.int32),
-            target_params=self.target_params, head=self.head,
-            rate=jnp.float32(0), ce=jnp.float32(0),
+            target_params=self.target_params,
+            head=self.head,
+            rate=jnp.float32(0),
+            ce=jnp.float32(0),
         )
         self._compiled = lowered.compile()
         self.compile_seconds = time.monotonic() - start
@@ -396,21 +423,42 @@ class _Trainer:
             index = jnp.arange(begin, begin + size, dtype=jnp.int32)
             found.append(
                 self._evaluate(
-                    params=state.params, key=self.key, corpus_rows=self.held_rows,
-                    index=index, target_params=self.target_params, head=self.head,
+                    params=state.params,
+                    key=self.key,
+                    corpus_rows=self.held_rows,
+                    index=index,
+                    target_params=self.target_params,
+                    head=self.head,
                 )
             )
         return _summarise(found, self.config.drafters) if found else {}
 
 
 def _corpus_step(
-    state, key, corpus_rows, index, target_params, head, rate, ce,
-    *, target, drafters, config,
+    state,
+    key,
+    corpus_rows,
+    index,
+    target_params,
+    head,
+    rate,
+    ce,
+    *,
+    target,
+    drafters,
+    config,
 ):
     return step_lib.train_step(
-        jax.random.fold_in(key, state.step), state, _take(corpus_rows, index),
-        target_params, rate, ce,
-        target=target, drafters=drafters, config=config, frozen=Frozen(None, head),
+        jax.random.fold_in(key, state.step),
+        state,
+        _take(corpus_rows, index),
+        target_params,
+        rate,
+        ce,
+        target=target,
+        drafters=drafters,
+        config=config,
+        frozen=Frozen(None, head),
     )
 
 
@@ -425,8 +473,16 @@ def _corpus_loss(
         jax.random.fold_in(key, index[0]), batch.loss_mask, config.num_anchors
     )
     return step_lib.evaluate(
-        params, batch, states, chosen, target, target_params, Frozen(None, head),
-        jnp.float32(config.ce_weight), drafters=drafters, config=config,
+        params,
+        batch,
+        states,
+        chosen,
+        target,
+        target_params,
+        Frozen(None, head),
+        jnp.float32(config.ce_weight),
+        drafters=drafters,
+        config=config,
     )
 
 

@@ -46,7 +46,12 @@ TINY = dataclasses.replace(
     vocab_size=512,
     num_layers=4,
     block=dataclasses.replace(
-        SMOLLM2.block, width=48, num_heads=3, num_kv_heads=1, head_width=16, ffn_width=64
+        SMOLLM2.block,
+        width=48,
+        num_heads=3,
+        num_kv_heads=1,
+        head_width=16,
+        ffn_width=64,
     ),
     max_position=256,
 )
@@ -87,8 +92,12 @@ def try_command(config: RunConfig, work: pathlib.Path, steps: int) -> dict[str, 
     target, params = _random_target(TINY, config.compute_dtype)
     tokenizer = ByteTokenizer()
     first = run.run(
-        dataclasses.replace(config, steps=steps), target, params, tokenizer,
-        work=work, pieces=work / "pieces",
+        dataclasses.replace(config, steps=steps),
+        target,
+        params,
+        tokenizer,
+        work=work,
+        pieces=work / "pieces",
     )
     second = run.run(config, target, params, tokenizer, work=work, resume=True)
     return {"run": first, "restart": second}
@@ -103,10 +112,13 @@ def tiny_config(config: RunConfig) -> RunConfig:
         write_rows=16,
         max_rows=48,
         max_prefix=48,
+        max_user=6,
         held_out_rows=8,
         batch_rows=4,
         log_every=5,
-        train=dataclasses.replace(config.train, num_anchors=8, chunk_slots=64),
+        train=dataclasses.replace(
+            config.train, num_anchors=8, chunk_slots=64, attention="xla"
+        ),
     )
 
 
@@ -123,15 +135,25 @@ def time_pieces(config: RunConfig, steps: int) -> dict[str, Any]:
     drafters = run.drafter_configs(config, target)
     begin = time.monotonic()
     rows, _ = run.write_corpus(
-        config, target, target_params, ByteTokenizer(),
-        max_batches=1, seconds=0, log=clock.log,
+        config,
+        target,
+        target_params,
+        ByteTokenizer(),
+        max_batches=1,
+        seconds=0,
+        log=clock.log,
     )
     jax.block_until_ready(rows)
     note(first_rows_seconds=_since(begin))
     begin = time.monotonic()
     again, _ = run.write_corpus(
-        config, target, target_params, ByteTokenizer(),
-        max_batches=1, seconds=0, log=clock.log,
+        config,
+        target,
+        target_params,
+        ByteTokenizer(),
+        max_batches=1,
+        seconds=0,
+        log=clock.log,
     )
     jax.block_until_ready(again)
     seconds = time.monotonic() - begin
@@ -197,9 +219,16 @@ def _vocabulary_pieces(config: RunConfig, drafters: tuple, head: jax.Array) -> d
     labels = jax.random.randint(key, shape, 0, head.shape[0])
     weights = jnp.full(shape, 1e-5, jnp.float32)
 
-    def loss(drafts, hidden, chunk_slots):
+    # Arrays are arguments: a closed-over one is a constant, folded for 20 s a compile.
+    def loss(drafts, head, hidden, labels, weights, chunk_slots):
         found, _ = losses.vocabulary_loss(
-            drafts, head, hidden, labels, weights, jnp.float32(0.1), jnp.float32(0.9),
+            drafts,
+            head,
+            hidden,
+            labels,
+            weights,
+            jnp.float32(0.1),
+            jnp.float32(0.9),
             chunk_slots=chunk_slots,
         )
         return sum(found)
@@ -207,13 +236,23 @@ def _vocabulary_pieces(config: RunConfig, drafters: tuple, head: jax.Array) -> d
     result = {}
     for chunk_slots in (1024, 2048, 4096, 8192, 16384):
         gradient = jax.grad(functools.partial(loss, chunk_slots=chunk_slots))
-        result |= _timed(f"vocabulary_{chunk_slots}", gradient, drafts, draw(width))
+        result |= _timed(
+            f"vocabulary_{chunk_slots}",
+            gradient,
+            drafts,
+            head,
+            draw(width),
+            labels,
+            weights,
+        )
     return result
 
 
 def _body(config, params, drafter, batch, states, target, target_params) -> dict:
     """One drafter without the vocabulary, forward and gradients."""
-    chosen = anchors.sample(jax.random.key(0), batch.loss_mask, config.train.num_anchors)
+    chosen = anchors.sample(
+        jax.random.key(0), batch.loss_mask, config.train.num_anchors
+    )
     blocks = anchors.make_blocks(
         batch.tokens,
         batch.loss_mask,
@@ -222,14 +261,21 @@ def _body(config, params, drafter, batch, states, target, target_params) -> dict
         mask_token=drafter.mask_token,
     )
 
-    def loss(params):
+    def loss(params, blocks, chosen, states, target_params):
         rows, _ = step_lib.draft_rows(
-            params, drafter, blocks, chosen, states, target, target_params,
+            params,
+            drafter,
+            blocks,
+            chosen,
+            states,
+            target,
+            target_params,
             step_lib.Frozen(None, None),
         )
         return jnp.sum(jnp.square(rows.hidden.astype(jnp.float32)))
 
-    return _timed("drafter_body", jax.grad(loss), params)
+    arguments = params, blocks, chosen, states, target_params
+    return _timed("drafter_body", jax.grad(loss), *arguments)
 
 
 def _timed(name: str, function: Callable, *arguments: Any, count: int = 10) -> dict:

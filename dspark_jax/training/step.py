@@ -69,7 +69,9 @@ class TrainConfig:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("warmup_share", "ce_start_share"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must lie in [0, 1), got {getattr(self, name)}"
+                )
         if self.loss_decay is not None and self.loss_decay <= 0:
             raise ValueError(
                 f"loss_decay must be positive or absent, got {self.loss_decay}"
@@ -134,11 +136,14 @@ def init_params(
     params = dspark.init(key, dataclasses.replace(config, param_dtype="float32"))
     if final_norm is None:
         return params
-    gain = final_norm.astype(jnp.float32)
+    # A copy: a donated state must not take the target's own array with it.
+    gain = jnp.array(final_norm, jnp.float32, copy=True)
     return params.replace(backbone=params.backbone.replace(final_norm=gain))
 
 
-def init_state(params: tuple[dspark.DSparkParams, ...], config: TrainConfig) -> TrainState:
+def init_state(
+    params: tuple[dspark.DSparkParams, ...], config: TrainConfig
+) -> TrainState:
     """Step 0 of training these parameters."""
     optimizer = make_optimizer(config)
     return TrainState(
@@ -244,8 +249,16 @@ def train_step(
         if anchors is None:
             anchors = anchors_lib.sample(key, batch.loss_mask, config.num_anchors)
         return gradients(
-            state.params, batch, states, anchors, target, target_params, frozen, ce,
-            drafters=drafters, config=config,
+            state.params,
+            batch,
+            states,
+            anchors,
+            target,
+            target_params,
+            frozen,
+            ce,
+            drafters=drafters,
+            config=config,
         )
 
     if batch.tokens.ndim == 2:
@@ -282,7 +295,9 @@ def apply_gradients(
     for params, gradient, slots in zip(
         state.params, grads, state.optimizer, strict=True
     ):
-        updates, slots = optimizer.update(gradient, slots, params)
+        # optax raises a float to an int32 count: refused under strict promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, slots = optimizer.update(gradient, slots, params)
         new_params.append(jax.tree.map(lambda p, u: p - rate * u, params, updates))
         new_optimizer.append(slots)
     return TrainState(
@@ -307,8 +322,16 @@ def gradients(
 
     def total(params):
         outcomes = evaluate(
-            params, batch, states, anchors, target, target_params, frozen, ce,
-            drafters=drafters, config=config,
+            params,
+            batch,
+            states,
+            anchors,
+            target,
+            target_params,
+            frozen,
+            ce,
+            drafters=drafters,
+            config=config,
         )
         return sum(outcome.loss for outcome in outcomes), outcomes
 
@@ -340,8 +363,15 @@ def evaluate(
     drafts, confidences = [], []
     for drafter_params, drafter in zip(params, drafters, strict=True):
         rows, confidence_logits = draft_rows(
-            drafter_params, drafter, blocks, anchors, states, target, target_params,
-            frozen, config.tap_scale,
+            drafter_params,
+            drafter,
+            blocks,
+            anchors,
+            states,
+            target,
+            target_params,
+            frozen,
+            config.tap_scale,
         )
         drafts.append(rows)
         confidences.append(confidence_logits)
@@ -431,7 +461,9 @@ def target_states(
 ) -> TargetStates:
     """Runs the target over whole rows, without storing keys and values."""
     rows, length = batch.tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (rows, length))
+    positions = jnp.broadcast_to(
+        jnp.arange(length, dtype=jnp.int32)[None], (rows, length)
+    )
     hidden, taps, _ = target.forward(
         target_params,
         batch.tokens,
@@ -488,12 +520,12 @@ def scale_taps(taps: Float[Array, "... MD"], tap_scale: tuple[float, ...]) -> ja
 def fold_tap_scale(
     params: dspark.DSparkParams, tap_scale: tuple[float, ...]
 ) -> dspark.DSparkParams:
-    """The same function of the raw taps: the factors moved into the rows of fc."""
+    """The same function of the raw taps: the factors moved into the columns of fc."""
     if not tap_scale:
         return params
     fc = params.backbone.fc
-    factors = _tap_factors(tap_scale, fc.shape[0], fc.dtype)
-    return params.replace(backbone=params.backbone.replace(fc=fc * factors[:, None]))
+    factors = _tap_factors(tap_scale, fc.shape[1], fc.dtype)
+    return params.replace(backbone=params.backbone.replace(fc=fc * factors[None]))
 
 
 def _tap_factors(tap_scale: tuple[float, ...], size: int, dtype: Any) -> jax.Array:

@@ -277,7 +277,6 @@ def draw_weights(tokens, probability, forced, broken=None):
 def enumerated():
     """All worlds with drafts over the whole vocabulary, evaluated once."""
     worlds = make_worlds(seed=0, num=400)
-    # The last worlds again with windows that look at the slot they decide about.
     tokens, p_logits, window, cap, settings = rows_of(worlds)
     q_logits = at_prefixes(worlds["q"]).reshape(-1, K, V)
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -327,17 +326,15 @@ def test_anticipating_windows_are_caught(enumerated, rule):
         enumerated["draws"], a_law(bounds, counts), masses, enumerated["truth"]
     )
     error = np.abs(found - true_law(enumerated["truth"])).max(1)
-    assert np.median(error) > 1e-3
-    assert error.max() > 0.05
+    assert np.mean(error > 1e-3) > 0.25
+    assert error.max() > 0.1
 
 
 def test_block_accepts_a_prefix_with_its_weight(enumerated):
     bounds, counts, _ = enumerated["full"]["block"]
     num = len(enumerated["draws"])
     law = a_law(bounds, counts).reshape(num, PATHS, K + 1)
-    p = np.concatenate(
-        [at_prefixes(enumerated["truth"])[:, :, :K]], axis=2
-    )  # [S, X, K, V]
+    p = at_prefixes(enumerated["truth"])[:, :, :K]  # [S, X, K, V]
     p = np.take_along_axis(p, TOKENS[None, :, :, None], axis=-1)[..., 0]
     q = np.asarray(enumerated["slots"]).reshape(num, PATHS, K)
     # Against the row it is verified with: a broken one is a point mass.
@@ -365,8 +362,7 @@ def test_block_is_never_shorter_in_expectation(enumerated):
     assert gain.max() > 0.1
 
 
-def test_verify_draws_what_the_pieces_say(enumerated):
-    """`verify` itself, on noise: no pattern that its bounds exclude, no other count."""
+def test_greedy_is_argmax_equality(enumerated):
     worlds = enumerated["worlds"]
     tokens, p_logits, window, cap, settings = rows_of(worlds)
     keys = jax.random.split(jax.random.key(3), tokens.shape[0])
@@ -400,8 +396,7 @@ def test_verify_draws_what_the_pieces_say(enumerated):
         assert bool(verdict.is_finite.all())
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_draft_support_may_differ_by_slot(monkeypatch, rule):
+def test_draft_support_may_differ_by_slot(monkeypatch):
     """Candidates: ids [B, K, N], q zero outside, in any order."""
     worlds = make_worlds(seed=1, num=96)
     tokens, p_logits, window, cap, settings = rows_of(worlds)
@@ -423,11 +418,12 @@ def test_draft_support_may_differ_by_slot(monkeypatch, rule):
     drawn, probability, found = run(*arrays, settings)
     draws = draw_weights(drawn, probability, tokens)
     np.testing.assert_allclose(draws.sum(1), 1, atol=1e-6)
-    bounds, counts, masses = found[rule]
-    law = a_law(bounds, counts, worlds["cap"])
     truth = truth_of(worlds)
-    found = joint_law(draws, law, masses, truth)
-    np.testing.assert_allclose(found, true_law(truth), atol=1e-6, rtol=0)
+    for rule in RULES:
+        bounds, counts, masses = found[rule]
+        law = a_law(bounds, counts, worlds["cap"])
+        joint = joint_law(draws, law, masses, truth)
+        np.testing.assert_allclose(joint, true_law(truth), atol=1e-6, rtol=0)
 
 
 @functools.cache

@@ -49,9 +49,9 @@ def test_blocks_are_those_of_deepspec(golden, case):
             expected[:length] = context[row, block]
             own = length + block * block_size
             expected[own : own + block_size] = True
-            np.testing.assert_array_equal(seen[row, block] > 0, expected[None].repeat(
-                block_size, axis=0
-            ))
+            np.testing.assert_array_equal(
+                seen[row, block] > 0, expected[None].repeat(block_size, axis=0)
+            )
 
 
 def test_sample_is_sorted_distinct_and_allowed():

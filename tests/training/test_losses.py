@@ -84,7 +84,9 @@ def test_bfloat16_rows_give_float32_terms(problem):
     half = functools.partial(jax.tree.map, lambda x: x.astype(jnp.bfloat16))
     arguments = half(head), half(hidden), labels, weights
     scalars = jnp.float32(0.1), jnp.float32(0.9)
-    rounded = jax.tree.map(lambda x: x.astype(jnp.float32), half((drafts, head, hidden)))
+    rounded = jax.tree.map(
+        lambda x: x.astype(jnp.float32), half((drafts, head, hidden))
+    )
     expected, _ = plain_loss(rounded[0], *rounded[1:], labels, weights, *scalars)
     found, terms = losses.vocabulary_loss(half(drafts), *arguments, *scalars)
     chex.assert_tree_all_finite((found, terms))
@@ -111,7 +113,10 @@ def test_slot_weights():
 
 
 def test_confidence_loss_is_cross_entropy_without_gradient_to_its_label():
-    x, y = jnp.asarray([-90.0, -0.3, 0.0, 2.0, 90.0]), jnp.asarray([0.0, 0.2, 1.0, 0.7, 1])
+    x, y = (
+        jnp.asarray([-90.0, -0.3, 0.0, 2.0, 90.0]),
+        jnp.asarray([0.0, 0.2, 1.0, 0.7, 1]),
+    )
     p = 1 / (1 + np.exp(-np.float64(x)))
     with np.errstate(divide="ignore", invalid="ignore"):
         expected = -np.where(y > 0, y * np.log(p), 0)
@@ -122,7 +127,9 @@ def test_confidence_loss_is_cross_entropy_without_gradient_to_its_label():
 
 
 def test_metrics_of_a_known_batch():
-    terms = losses.SlotTerms(ce=jnp.ones((1, 2, 2)), l1=jnp.asarray([[[1.0, 1], [2, 0]]]))
+    terms = losses.SlotTerms(
+        ce=jnp.ones((1, 2, 2)), l1=jnp.asarray([[[1.0, 1], [2, 0]]])
+    )
     supervised = jnp.asarray([[[True, True], [False, False]]])
     weights = losses.slot_weights(supervised, None)
     found = losses.metrics(terms, jnp.zeros((1, 2, 2)), supervised, weights)

@@ -54,8 +54,16 @@ class Case:
         ce = jnp.float32(train_config.ce_weight)
         run = jax.jit(
             lambda params: step.gradients(
-                (params,), self.batch, self.states, self.anchors, None, None,
-                self.frozen, ce, drafters=(self.config,), config=train_config,
+                (params,),
+                self.batch,
+                self.states,
+                self.anchors,
+                None,
+                None,
+                self.frozen,
+                ce,
+                drafters=(self.config,),
+                config=train_config,
             )
         )
         (gradient,), (outcome,) = run(self.params)
@@ -104,15 +112,26 @@ def test_forward_equals_deepspec(load, name):
     case = load(name)
     keep = case.tensors["in.block_keep_mask"] > 0
     blocks = anchors_lib.make_blocks(
-        case.batch.tokens, case.batch.loss_mask, case.anchors,
-        block_size=case.config.block_size, mask_token=case.config.mask_token,
+        case.batch.tokens,
+        case.batch.loss_mask,
+        case.anchors,
+        block_size=case.config.block_size,
+        mask_token=case.config.mask_token,
     )
     rows, confidence = step.draft_rows(
-        case.params, case.config, blocks, case.anchors, case.states, None, None,
+        case.params,
+        case.config,
+        blocks,
+        case.anchors,
+        case.states,
+        None,
+        None,
         case.frozen,
     )
     terms = losses.reference_terms(
-        rows, case.frozen.head, anchors_lib.target_rows(case.states.hidden, blocks),
+        rows,
+        case.frozen.head,
+        anchors_lib.target_rows(case.states.hidden, blocks),
         blocks.labels,
     )
     backbone_params = case.params.backbone
@@ -129,8 +148,14 @@ def test_forward_equals_deepspec(load, name):
         )
         shorter = dataclasses.replace(case.config, num_layers=layer + 1)
         hidden = step.draft_rows(
-            case.params.replace(backbone=cut), shorter, blocks, case.anchors,
-            case.states, None, None, case.frozen,
+            case.params.replace(backbone=cut),
+            shorter,
+            blocks,
+            case.anchors,
+            case.states,
+            None,
+            None,
+            case.frozen,
         )[0].hidden
         theirs = jnp.asarray(case.tensors[f"mid.draft_layer_{layer}_output"])
         theirs = theirs.reshape(hidden.shape)
@@ -229,9 +254,16 @@ def test_optimizer_equals_deepspec(load, golden, name):
     @jax.jit
     def run(state, anchors, rate):
         return step.train_step(
-            jax.random.key(0), state, jax.tree.map(split, case.batch), None, rate,
-            target=None, drafters=(case.config,), config=train_config,
-            frozen=case.frozen, states=jax.tree.map(split, case.states),
+            jax.random.key(0),
+            state,
+            jax.tree.map(split, case.batch),
+            None,
+            rate,
+            target=None,
+            drafters=(case.config,),
+            config=train_config,
+            frozen=case.frozen,
+            states=jax.tree.map(split, case.states),
             anchors=jax.tree.map(split, anchors),
         )
 
@@ -286,8 +318,14 @@ def test_two_devices_equal_two_ranks(load, golden):
     @functools.partial(jax.jit, out_shardings=everywhere)
     def run(params, rows, frozen):
         return step.gradients(
-            (params,), *rows, None, None, frozen, jnp.float32(0.1),
-            drafters=(case.config,), config=train_config,
+            (params,),
+            *rows,
+            None,
+            None,
+            frozen,
+            jnp.float32(0.1),
+            drafters=(case.config,),
+            config=train_config,
         )
 
     (gradient,), (outcome,) = run(params, rows, frozen)
@@ -310,12 +348,23 @@ def _small():
         width=16, num_heads=2, num_kv_heads=1, head_width=8, ffn_width=24
     )
     config = DecoderConfig(vocab_size=29, num_layers=3, block=block, max_position=64)
-    target, params = decoder.make_target(config), decoder.init(jax.random.key(0), config)
+    target, params = (
+        decoder.make_target(config),
+        decoder.init(jax.random.key(0), config),
+    )
     drafters = tuple(
         DrafterConfig(
-            vocab_size=29, num_layers=1, block=block, max_position=64, block_size=3,
-            mask_token=1, tap_layers=(0, 2), num_target_layers=3, markov_kind=kind,
-            markov_rank=rank, confidence_kind=confidence,
+            vocab_size=29,
+            num_layers=1,
+            block=block,
+            max_position=64,
+            block_size=3,
+            mask_token=1,
+            tap_layers=(0, 2),
+            num_target_layers=3,
+            markov_kind=kind,
+            markov_rank=rank,
+            confidence_kind=confidence,
         )
         for kind, rank, confidence in (("vanilla", 4, "markov"), ("none", 0, "plain"))
     )
@@ -351,8 +400,14 @@ def test_joint_training_equals_separate_training(small):
     @functools.partial(jax.jit, static_argnames=("drafters",))
     def run(state, *, drafters):
         return step.train_step(
-            jax.random.key(3), state, batch, params, jnp.float32(1e-2),
-            target=target, drafters=drafters, config=config,
+            jax.random.key(3),
+            state,
+            batch,
+            params,
+            jnp.float32(1e-2),
+            target=target,
+            drafters=drafters,
+            config=config,
         )
 
     state = make_state(small, config)
@@ -376,8 +431,15 @@ def test_loss_falls_and_nothing_recompiles(small):
     @chex.assert_max_traces(n=1)
     def run(key, state, rate, ce):
         return step.train_step(
-            key, state, batch, params, rate, ce,
-            target=target, drafters=drafters, config=config,
+            key,
+            state,
+            batch,
+            params,
+            rate,
+            ce,
+            target=target,
+            drafters=drafters,
+            config=config,
         )
 
     state = make_state(small, config)
@@ -437,8 +499,14 @@ def test_drafters_must_fit_together(small):
     other = dataclasses.replace(drafters[1], block_size=4)
     with pytest.raises(ValueError, match="must have one block_size, got 3 and 4"):
         step.train_step(
-            jax.random.key(0), make_state(small, config), batch, params,
-            jnp.float32(0), target=target, drafters=(drafters[0], other), config=config,
+            jax.random.key(0),
+            make_state(small, config),
+            batch,
+            params,
+            jnp.float32(0),
+            target=target,
+            drafters=(drafters[0], other),
+            config=config,
         )
     with pytest.raises(ValueError, match="one factor a tapped layer, got 3 for 32"):
         step.scale_taps(jnp.ones((2, 32)), (1.0, 1.0, 1.0))

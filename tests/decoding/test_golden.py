@@ -1,0 +1,262 @@
+"""Decoding against DeepSpec's traces: every round, every number of the round.
+
+`golden/README.md` says what is recorded; `golden/trim.py` what of it is kept here.
+"""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dspark_jax
+from dspark_jax import noise, sampling, tensor_files
+from dspark_jax.decoding import verify
+from dspark_jax.drafters import backbone, dspark
+from dspark_jax.drafters.load import load_drafter
+from dspark_jax.sampling import DraftSampler, Sampling
+from dspark_jax.targets.load import load_target
+
+CASES = (
+    "dflash_b7",
+    "dspark_gated_b4",
+    "dspark_gated_b7",
+    "dspark_rnn_b4",
+    "dspark_rnn_b7",
+    "dspark_vanilla_b4",
+    "dspark_vanilla_b4_confplain",
+    "dspark_vanilla_b7",
+    "dspark_vanilla_b7_tied",
+)
+NEW = 32  # tokens of a recorded trace
+
+
+@functools.cache
+def load(golden, case):
+    target_name = "qwen3_tied" if case.endswith("tied") else "qwen3_untied"
+    target, target_params = load_target(golden / "targets" / target_name)
+    folder = golden / "cases" / case
+    drafter, params = load_drafter(folder / "drafter", target)
+    traces = json.loads((folder / "decode.json").read_text())
+    tensors = tensor_files.read(folder / "decode.safetensors")
+    return (target, target_params), (drafter, params), traces, tensors
+
+
+def pad(rows, width=None):
+    width = width or max(map(len, rows))
+    return np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_traces_round_by_round(golden, case):
+    """All traces, thresholds and stop tokens of a case in one batch."""
+    (target, target_params), (drafter, params), recorded, _ = load(golden, case)
+    length = drafter.config.block_size
+    traces = []
+    for trace in recorded["traces"]:
+        traces.append(trace)
+        traces += [v | {"prompt": trace["prompt"]} for v in trace["variants"]]
+    prompts = pad([trace["prompt"] for trace in traces])
+    lengths = np.array([len(trace["prompt"]) for trace in traces], np.int32)
+    stops = pad([[*trace.get("stop_token_ids", []), -1] for trace in traces], 2)
+    stops = np.where(stops == 0, -1, stops)
+    thresholds = [trace.get("confidence_threshold", 0.0) for trace in traces]
+    num_rounds = max(len(trace["rounds"]) for trace in traces)
+    has_confidence = drafter.config.confidence_kind != "none"
+
+    @jax.jit
+    def run(target_params, params, limits):
+        models = {
+            "target": target,
+            "target_params": target_params,
+            "drafter": drafter,
+            "drafter_params": params,
+            "stop_tokens": jnp.asarray(stops),
+        }
+        state = dspark_jax.prefill(
+            jax.random.key(0),
+            jnp.asarray(prompts),
+            jnp.asarray(lengths),
+            capacity=prompts.shape[1] + NEW + length + 1,
+            max_new_tokens=NEW + length + 1,
+            limits=limits,
+            **models,
+        )
+        threshold = jnp.asarray(thresholds, jnp.float32) if has_confidence else None
+
+        def step(state, _):
+            state, info = dspark_jax.speculative_round(
+                state, confidence_threshold=threshold, **models
+            )
+            return state, (info, state.stats.accepted_sum, state.stats.num_rounds)
+
+        return jax.lax.scan(step, state, None, length=num_rounds + 2)
+
+    rows = len(traces)
+    _, (info, accepted_sum, counted) = run(
+        target_params, params, jnp.full((rows,), NEW + length + 1, jnp.int32)
+    )
+    drafted = np.asarray(info.draft.tokens)
+    for b, trace in enumerate(traces):
+        for index, expected in enumerate(trace["rounds"]):
+            tokens = drafted[index, b]
+            is_stop = np.isin(tokens, trace.get("stop_token_ids", []))
+            window = expected["draft_token_count"]
+            if is_stop[:window].any():
+                window = int(np.argmax(is_stop)) + 1
+            assert int(info.verify_length[index, b]) == window
+            assert int(info.num_accepted[index, b]) == expected["accepted"]
+            assert int(info.next_token[index, b]) == expected["next_token"]
+            if "draft_tokens" in expected:
+                np.testing.assert_array_equal(tokens, expected["draft_tokens"])
+            if "confidence_logits" in expected:
+                np.testing.assert_allclose(
+                    info.draft.confidence_logits[index, b],
+                    expected["confidence_logits"],
+                    atol=1e-5,
+                )
+        last = len(trace["rounds"]) - 1
+        assert int(counted[last, b]) == last + 1
+        assert int(accepted_sum[last, b]) == sum(trace["acceptance_lengths"])
+        if "tau" in trace:
+            found = int(accepted_sum[last, b]) / (last + 1)
+            np.testing.assert_allclose(found, trace["tau"])
+
+    state, _ = run(target_params, params, jnp.full((rows,), NEW, jnp.int32))
+    assert bool(state.is_done.all())
+    for b, trace in enumerate(traces):
+        text = np.asarray(state.tokens[b, lengths[b] : state.lengths[b]])
+        np.testing.assert_array_equal(text, trace["spec_tokens"][:NEW])
+        if "greedy_tokens" in trace:
+            np.testing.assert_array_equal(text, trace["greedy_tokens"])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_of_a_round(golden, case, monkeypatch):
+    """Logits, hidden states, draft probabilities, acceptance and the next token's law.
+
+    Drafted tokens and uniforms are the recorded ones.
+    """
+    (target, target_params), (drafter, params), recorded, tensors = load(golden, case)
+    config, length = drafter.config, drafter.config.block_size
+    rounds = []  # (prefix of the tensors' names, text, recorded round, temperature)
+    for index, trace in enumerate(recorded["traces"]):
+        text = trace["prompt"] + trace["spec_tokens"]
+        for j in range(3 if index == 0 else 1):
+            rounds.append((f"t{index}.r{j}.", text, trace["rounds"][j], 1.0))
+    for index, trace in enumerate(recorded["sampled"]):
+        text = trace["prompt"] + trace["spec_tokens"]
+        for j, one in zip(trace["indices"], trace["rounds"], strict=True):
+            rounds.append((f"s{index}.r{j}.", text, one, trace["temperature"]))
+    starts = np.array([one["start"] for _, _, one, _ in rounds], np.int32)
+    texts = pad([text[: one["start"] + 1] for _, text, one, _ in rounds])
+    anchors = texts[np.arange(len(rounds)), starts]
+    forced = np.array([one["draft_tokens"] for _, _, one, _ in rounds], np.int32)
+    temperatures = np.array([row[-1] for row in rounds], np.float32)
+    uniform = np.zeros(forced.shape, np.float32)
+    for b, (name, *_) in enumerate(rounds):
+        uniform[b] = tensors.get(f"{name}uniforms", 0.0)
+
+    def round_gumbel(streams, slot, ids):
+        return jnp.where(ids == streams[0][:, slot, None], jnp.float32(1e6), 0.0)
+
+    monkeypatch.setattr(noise, "round_gumbel", round_gumbel)
+
+    @jax.jit
+    def run(target_params, params, texts, anchors, starts, forced, temperature, uniform):
+        batch, width = texts.shape
+        settings = Sampling(temperature=temperature)
+        offset = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), texts.shape)
+        positions = jnp.where(offset < starts[:, None], offset, -1)
+        cache = target.init_cache(batch, width + length + 1)
+        state = drafter.init_state(batch, width + length + 1)
+        hidden, taps, cache = target.forward(
+            target_params, texts, positions, cache, tap_layers=config.tap_layers
+        )
+        prefill_logits = target.unembed(target_params, hidden)
+        state = drafter.observe(params, state, texts, positions, taps)
+        sampler = DraftSampler(
+            key=jax.random.split(jax.random.key(0), batch),
+            anchor_position=starts,
+            sampling=settings,
+            streams=(forced, forced),
+            draft_length=length,
+            rule="token",
+        )
+        draft, state = drafter.propose(
+            params, target_params, state, anchors, starts, sampler
+        )
+        # The same block again, for its inside.
+        inputs = backbone.block_inputs(config, anchors, length)
+        embedded = (
+            target.embed(target_params, inputs)
+            if params.embed is None
+            else params.embed[inputs]
+        )
+        slots = jnp.arange(length, dtype=jnp.int32)[None]
+        index = jnp.arange(state.capacity, dtype=jnp.int32)
+        block = backbone.block_hidden(
+            params.backbone,
+            config,
+            embedded[:, None],
+            (starts[:, None] + slots)[:, None],
+            [state.context(layer) for layer in range(config.num_layers)],
+            index[None, None] < starts[:, None, None],
+        )[:, 0]
+        base, _ = dspark._base_logits(params, target, target_params, block)
+        window = jnp.concatenate([anchors[:, None], draft.tokens], axis=1)
+        rows = starts[:, None] + jnp.arange(length + 1, dtype=jnp.int32)[None]
+        hidden, _, _ = target.forward(target_params, window, rows, cache)
+        logits = target.unembed(target_params, hidden)
+        row = sampling.make_row(logits, Sampling(temperature=temperature[:, None]))
+        whole = jnp.full((batch,), length, jnp.int32)
+        bounds = verify.make_bounds(draft, logits, row, whole, settings, rule="token")
+        passes = bounds.passes(uniform)
+        accepted = verify.count_accepted(passes, whole, rule="token")
+        mass = verify.next_token_mass(
+            draft, logits, row, bounds, accepted, whole, settings
+        )
+        q = [
+            verify.draft_probability(
+                draft, jnp.full((batch,), k, jnp.int32), settings, logits.shape[-1]
+            )
+            for k in range(length)
+        ]
+        found = {
+            "block_hidden": block,
+            "base_logits": base,
+            "corrected_logits": draft.logits,
+            "target_logits": logits,
+            "draft_probs": jnp.stack(q, axis=1),
+            "next_token_probs": mass / mass.sum(-1, keepdims=True),
+        }
+        return found, draft.tokens, accepted, prefill_logits, taps
+
+    arrays = (texts, anchors, starts, forced, temperatures, uniform)
+    found, tokens, accepted, prefill_logits, taps = run(
+        target_params, params, *map(jnp.asarray, arrays)
+    )
+    np.testing.assert_array_equal(tokens, forced)
+    compared = set()
+    for b, (name, _, one, _) in enumerate(rounds):
+        for key, values in found.items():
+            if name + key in tensors:
+                atol = 1e-5 if key.endswith("probs") else 1e-4
+                np.testing.assert_allclose(
+                    values[b], tensors[name + key], atol=atol, rtol=0, err_msg=name + key
+                )
+                compared.add(name[0] + key)
+        if name.startswith("s"):
+            assert int(accepted[b]) == one["accepted"]
+            mask = tensors[f"{name}accept_prefix_mask"]
+            assert int(mask.sum()) == one["accepted"]
+    assert len(compared) == 8  # four of a trace, four of a sampled one
+    for index in range(len(recorded["traces"])):
+        b = next(i for i, row in enumerate(rounds) if row[0] == f"t{index}.r0.")
+        for values, key in ((prefill_logits, "logits"), (taps, "context")):
+            expected = tensors[f"t{index}.prefill_{key}"]
+            np.testing.assert_allclose(
+                values[b, : len(expected)], expected, atol=1e-4, rtol=0
+            )

@@ -1,0 +1,227 @@
+"""Sampling: rows, probabilities and draws against a sort-based float64 reference."""
+
+import functools
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from dspark_jax import noise, sampling
+from dspark_jax.sampling import Sampling
+
+B, V = 6, 12
+NEUTRAL = {"top_k": V, "top_p": 1.0, "min_p": 0.0}
+
+
+def reference(logits, temperature, top_k, top_p, min_p):
+    """p of one row in Hugging Face's order, ties together, by sorting; and its margin.
+
+    The margin is how near any token is to being cut otherwise: no test below 1e-5.
+    """
+    if temperature == 0:
+        return np.eye(len(logits))[np.argmax(logits)], 1.0
+    x = logits.astype(np.float64) / temperature
+    x = x - x.max()
+    margin = 1.0
+    if top_k < len(x):
+        x = np.where(x >= np.sort(x)[-top_k], x, -np.inf)
+    p = np.exp(x) / np.exp(x).sum()
+    if top_p < 1:
+        values = np.unique(p)
+        above = np.array([p[p > value].sum() for value in values])
+        margin = min(margin, np.abs(above - top_p).min())
+        x = np.where(np.isin(p, values[above < top_p]), x, -np.inf)
+        p = np.exp(x) / np.exp(x).sum()
+    if min_p > 0:
+        margin = min(margin, np.abs(p / p.max() - min_p)[p < p.max()].min(initial=1))
+        x = np.where(p >= min_p * p.max(), x, -np.inf)
+        p = np.exp(x) / np.exp(x).sum()
+    return p, margin
+
+
+@jax.jit
+def evaluate(logits, settings, gumbel):
+    row = sampling.make_row(logits, settings)
+    ids = jnp.broadcast_to(jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape)
+    p = sampling.probability(logits, ids, row, settings.temperature)
+    index = sampling.draw(logits, row, settings.temperature, gumbel)
+    logit = jnp.take_along_axis(logits, index[:, None], axis=1)[:, 0]
+    log_p = sampling.log_probability(logit, row, settings.temperature)
+    return p, index, log_p, row
+
+
+def settings_of(rows):
+    """Sampling with arrays [B] from a list of dicts."""
+    types = {
+        "temperature": jnp.float32,
+        "top_k": jnp.int32,
+        "top_p": jnp.float32,
+        "min_p": jnp.float32,
+    }
+    return Sampling(
+        **{k: jnp.asarray([r[k] for r in rows], t) for k, t in types.items()}
+    )
+
+
+def check_rows(logits, rows, seed=0):
+    rng = np.random.default_rng(seed)
+    gumbel = jnp.asarray(rng.gumbel(size=logits.shape), jnp.float32)
+    p, index, log_p, _ = evaluate(jnp.asarray(logits), settings_of(rows), gumbel)
+    for b, row in enumerate(rows):
+        expected, margin = reference(logits[b], **row)
+        if margin < 1e-5:
+            continue
+        # The log-normaliser is a float32 as large as the largest logit / T.
+        largest = np.abs(logits[b][np.isfinite(logits[b])]).max()
+        atol = 1e-6 + 1.2e-7 * largest / (row["temperature"] or 1)
+        np.testing.assert_allclose(p[b], expected, atol=atol)
+        np.testing.assert_array_equal(np.asarray(p[b]) > 1e-30, expected > 1e-30)
+        assert expected[int(index[b])] > 0
+        if row["temperature"] == 0:
+            assert int(index[b]) == np.argmax(logits[b])
+        np.testing.assert_allclose(
+            np.exp(np.float64(log_p[b])), expected[int(index[b])], atol=atol
+        )
+
+
+ROW = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.9]),
+        "top_k": st.sampled_from([1, 2, 3, 5, V - 1, V, V + 5, 10**6]),
+        "top_p": st.one_of(st.just(1.0), st.floats(2**-10, 1.0, width=32)),
+        "min_p": st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 1, width=32)),
+    }
+)
+LOGIT = st.one_of(st.integers(-8, 8).map(lambda n: n / 4), st.floats(-20, 20, width=32))
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    logits=st.lists(st.lists(LOGIT, min_size=V, max_size=V), min_size=B, max_size=B),
+    rows=st.lists(ROW, min_size=B, max_size=B),
+)
+def test_rows_are_those_of_a_sort(logits, rows):
+    check_rows(np.asarray(logits, np.float32), rows)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1e-3},
+        {"temperature": 100.0},
+        {"top_k": 1},
+        {"top_k": V},
+        {"top_k": V + 1},
+        {"top_p": 1e-6},
+        {"top_p": 0.999999},
+        {"min_p": 1.0},
+        {"temperature": 0.5, "top_k": 4, "top_p": 0.6, "min_p": 0.2},
+    ],
+)
+def test_edges_and_ties(change):
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(B, V)).astype(np.float32)
+    logits[1] = 0.5  # every token tied
+    logits[2] = np.repeat([3.0, 1.0, 1.0, -2.0], 3)
+    logits[3, ::2] = -np.inf
+    logits[4] = np.where(np.arange(V) == 7, 4.0, -np.inf)
+    logits[5] *= 40
+    check_rows(logits, B * [{"temperature": 1.0, **NEUTRAL, **change}])
+
+
+def test_cuts_keep_ties_together():
+    logits = np.float32([[2, 1, 1, 1, 0, 0]])
+    for change, kept in (
+        ({"top_k": 2}, 4),
+        ({"top_p": 0.5}, 4),
+        ({"top_p": 0.3}, 1),
+        ({"min_p": 0.36}, 4),
+        ({"min_p": 0.37}, 1),
+    ):
+        rows = [{"temperature": 1.0, **NEUTRAL, **change}]
+        p = evaluate(jnp.asarray(logits), settings_of(rows), jnp.zeros((1, 6)))[0]
+        assert (np.asarray(p) > 0).sum() == kept
+
+
+def test_draws_have_the_law_of_the_row():
+    num = 60_000
+    base = np.float32([0.3, -1.0, 2.0, 0.3, -3.0, 1.1])
+    rows = [
+        {"temperature": 0.8, "top_k": 5, "top_p": 0.95, "min_p": 0.03},
+        {"temperature": 1.5, **NEUTRAL},
+    ]
+
+    @jax.jit
+    def draw_all(key):
+        keys = jax.random.split(key, num)
+        ids = jnp.broadcast_to(jnp.arange(6, dtype=jnp.int32), (num, 6))
+        gumbel = noise.token_gumbel(keys, jnp.zeros((num,), jnp.int32), ids)
+        logits = jnp.broadcast_to(jnp.asarray(base), (num, 6))
+        settings = settings_of(rows)
+        settings = jax.tree.map(lambda x: jnp.tile(x, num // 2), settings)
+        row = sampling.make_row(logits, settings)
+        return sampling.draw(logits, row, settings.temperature, gumbel)
+
+    drawn = np.asarray(draw_all(jax.random.key(2))).reshape(-1, 2)
+    for b, row in enumerate(rows):
+        p, _ = reference(base, **row)
+        counts = np.bincount(drawn[:, b], minlength=6)
+        assert counts[p == 0].sum() == 0
+        expected = p[p > 0] * len(drawn)
+        chi2 = ((counts[p > 0] - expected) ** 2 / expected).sum()
+        freedom = len(expected) - 1
+        assert (chi2 - freedom) / np.sqrt(2 * freedom) < 5
+
+
+def test_without_a_temperature_everything_is_greedy():
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(B, V)), jnp.float32)
+    p, index, log_p, row = evaluate(logits, Sampling(), None)
+    best = np.argmax(logits, axis=-1)
+    np.testing.assert_array_equal(index, best)
+    np.testing.assert_array_equal(p, np.eye(V)[best])
+    np.testing.assert_array_equal(log_p, 0)
+    np.testing.assert_array_equal(row.point, best)
+
+
+def test_draft_rows_that_are_not_finite_become_point_masses():
+    logits = np.random.default_rng(4).normal(size=(B, V)).astype(np.float32)
+    logits[0, 3] = np.nan
+    logits[1, 3] = np.inf
+    logits[2] = -np.inf
+    ids = jnp.arange(V, dtype=jnp.int32)[::-1] + 5
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def draw(rule, logits):
+        sampler = sampling.make_draft_sampler(
+            jax.random.split(jax.random.key(0), B),
+            jnp.arange(B, dtype=jnp.int32),
+            settings_of(B * [{"temperature": 1.0, **NEUTRAL}]),
+            draft_length=2,
+            rule=rule,
+        )
+        token, q, row = sampler.draw(1, logits, ids)
+        wide = jnp.broadcast_to(ids, logits.shape)
+        temperature = sampler.sampling.temperature
+        return token, q, sampling.probability(logits, wide, row, temperature)
+
+    for rule in ("token", "seeded"):
+        token, q, p = map(np.asarray, draw(rule, jnp.asarray(logits)))
+        assert ((token >= 5) & (token < 5 + V)).all()
+        np.testing.assert_array_equal(q[:3], 1)
+        np.testing.assert_array_equal(p[:3], np.asarray(ids)[None] == token[:3, None])
+        np.testing.assert_allclose(p[3:].sum(1), 1, atol=1e-6)
+        np.testing.assert_allclose(q, p[np.asarray(ids)[None] == token[:, None]], rtol=1e-6)
+
+
+def test_check_sampling_broadcasts():
+    settings = Sampling(temperature=0.7, top_k=np.array([3, 4]), top_p=1, min_p=0.1)
+    found = sampling.check_sampling(settings, 2)
+    np.testing.assert_allclose(found.temperature, [0.7, 0.7])
+    np.testing.assert_array_equal(found.top_k, [3, 4])
+    assert found.top_k.dtype == jnp.int32
+    assert found.top_p.dtype == jnp.float32
+    assert sampling.check_sampling(Sampling(), 2) == Sampling()

@@ -1,0 +1,97 @@
+"""The host's side of a corpus: prefixes, budgets, counts, data order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dspark_jax.training import corpus, data, prompts
+from dspark_jax.training.smoke import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+
+
+def test_fixed_parts_add_up_to_a_chat():
+    chat = corpus.chat_tokens(TOKENIZER)
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "bc"},
+        {"role": "user", "content": "d"},
+    ]
+
+    def letters(text):
+        return tuple(17 + byte for byte in text.encode())
+
+    parts = (
+        *chat.shared,
+        *chat.begin_user,
+        *letters("a"),
+        chat.end_of_turn,
+        *chat.to_answer,
+        *letters("bc"),
+        chat.end_of_turn,
+        *chat.to_user,
+        *letters("d"),
+        chat.end_of_turn,
+        *chat.to_answer,
+    )
+    assert parts == tuple(TOKENIZER.encode_chat(messages))
+
+
+def test_prefixes_are_of_three_kinds():
+    chat = corpus.chat_tokens(TOKENIZER)
+    found = corpus.make_prefixes(np.random.default_rng(0), TOKENIZER, chat, 1000, 150)
+    lengths, complete = np.asarray(found.lengths), np.asarray(found.is_complete)
+    tokens = np.asarray(found.tokens)
+    assert 0.25 < complete.mean() < 0.5  # 45 %, less those that are too long
+    begun = ~complete & (lengths > 1)
+    assert 0.1 < begun.mean() < 0.2
+    for row in np.flatnonzero(begun)[:20]:
+        text = bytes(t - 17 for t in tokens[row, 1 : lengths[row]]).decode()
+        assert text in prompts.OPENINGS
+    tail = (chat.end_of_turn, *chat.to_answer)
+    for row in np.flatnonzero(complete)[:20]:
+        end = lengths[row]
+        assert tuple(tokens[row, end - len(tail) : end]) == tail
+    assert np.all(tokens[:, 0] == chat.begin_user[0])
+
+
+def fake_rows(key, shared, prefixes):
+    tokens = jax.random.randint(key, (4, 12), 0, 500)
+    return data.Rows(tokens=tokens, loss_mask=tokens > 250)
+
+
+def test_write_keeps_to_its_budgets():
+    settings = {"batch": 4, "max_prefix": 40, "log": lambda text: None}
+    rows, count = corpus.write(
+        0, TOKENIZER, fake_rows, max_batches=3, seconds=1e9, **settings
+    )
+    assert count == 3
+    assert rows.tokens.shape == (12, 12)
+    assert rows.tokens.dtype == jnp.uint16
+    first, count = corpus.write(
+        0, TOKENIZER, fake_rows, max_batches=3, seconds=0.0, **settings
+    )
+    assert count == 1
+    np.testing.assert_array_equal(first.tokens, rows.tokens[:4])
+
+
+def test_frequent_tokens_are_those_of_answers():
+    rows = data.Rows(
+        tokens=jnp.asarray([[5, 5, 3, 3, 3, 7], [7, 1, 2, 3, 5, 5]], jnp.uint16),
+        loss_mask=jnp.asarray([[1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0]]) > 0,
+    )
+    assert corpus.frequent_tokens(rows, 10) == [5, 7, 3]
+    assert corpus.frequent_tokens(rows, 10, limit=2) == [5, 7]
+
+
+def test_every_epoch_is_a_permutation():
+    epochs = [
+        np.concatenate([corpus.rows_of_step(3, 4 * e + s, 5, 22) for s in range(4)])
+        for e in range(2)
+    ]
+    for epoch in epochs:
+        assert len(set(epoch.tolist())) == 20
+    assert np.any(epochs[0] != epochs[1])
+    with pytest.raises(ValueError, match="a batch of 5 rows needs as many rows, got 4"):
+        corpus.rows_of_step(0, 0, 5, 4)

@@ -1,0 +1,39 @@
+"""Prompts: every template can be filled, draws are reproducible and varied."""
+
+import numpy as np
+
+from dspark_jax.training import prompts
+
+
+def test_every_template_can_be_filled():
+    rng = np.random.default_rng(0)
+    for template in (*prompts._MATHS, *prompts._CODE, *prompts._INSTRUCTIONS):
+        text = prompts.fill(rng, template)
+        assert "{" not in text
+        assert len(text) > 10
+
+
+def test_a_slot_has_one_value_in_a_prompt():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        first, second, again = prompts.fill(rng, "{name}|{name2}|{name}").split("|")
+        assert first == again != second
+
+
+def test_prompts_are_reproducible_and_varied():
+    found = prompts.make_prompts(np.random.default_rng(1), 400)
+    assert found == prompts.make_prompts(np.random.default_rng(1), 400)
+    assert len(set(found)) > 360
+    boxed = sum(prompt.endswith(prompts.BOXED) for prompt in found) / 400
+    assert 0.1 < boxed < 0.3  # half of the word problems
+    assert sum('"""' in prompt for prompt in found) > 20
+
+
+def test_documented_functions_print_no_addresses():
+    found = prompts.documented_functions()
+    assert len(found) > 500
+    assert not any(" at 0x" in signature for _, signature, _ in found)
+
+
+def test_openings_are_distinct():
+    assert len(set(prompts.OPENINGS)) == len(prompts.OPENINGS) > 75
