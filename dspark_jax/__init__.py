@@ -4,8 +4,8 @@ A drafter proposes a block of tokens in one parallel pass and repairs its joint
 distribution with a first-order Markov head; the target verifies the block without
 changing its own distribution, in one pass as well.
 
-Everything public is a name below, and the submodules `testing` (check your own target),
-`training`, `evaluation` and `serving`. A name is imported at its first use, so that
+Everything public is a name below, and the submodules `testing` (check your own target)
+and `training`. A name is imported at its first use, so that
 `import dspark_jax` costs nothing.
 
 The dimension key of all comments, docstrings and annotations:
@@ -25,10 +25,12 @@ if typing.TYPE_CHECKING:
     from dspark_jax.config import DecoderConfig, DrafterConfig, Speculation
     from dspark_jax.decoding.generate import (
         autoregressive_generate,
+        autoregressive_steps,
         extend,
         prefill,
         speculative_generate,
         speculative_round,
+        speculative_rounds,
     )
     from dspark_jax.drafters.load import load_drafter
     from dspark_jax.drafters.prompt_lookup import make_prompt_lookup
@@ -60,6 +62,7 @@ __all__ = [
     "Stats",
     "Target",
     "autoregressive_generate",
+    "autoregressive_steps",
     "extend",
     "load_drafter",
     "load_target",
@@ -68,6 +71,7 @@ __all__ = [
     "prefill",
     "speculative_generate",
     "speculative_round",
+    "speculative_rounds",
     "testing",
 ]
 
@@ -75,10 +79,12 @@ _HOMES = {  # the same as the imports above
     "config": ("DecoderConfig", "DrafterConfig", "Speculation"),
     "decoding.generate": (
         "autoregressive_generate",
+        "autoregressive_steps",
         "extend",
         "prefill",
         "speculative_generate",
         "speculative_round",
+        "speculative_rounds",
     ),
     "drafters.load": ("load_drafter",),
     "drafters.prompt_lookup": ("make_prompt_lookup",),

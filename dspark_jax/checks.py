@@ -29,7 +29,7 @@ def check_rank(name: str, array: Any, dims: str) -> None:
 
 
 def as_array(name: str, value: Any) -> jax.Array:
-    """`value` as an array; raises TypeError if it is none (rows of unequal length, say)."""
+    """`value` as an array; raises TypeError if it is none (ragged lists, say)."""
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:

@@ -21,8 +21,8 @@ class DenseCache:
     """One row of `capacity` positions per request; index = position.
 
     Keys and values are [B, G, C, E] a layer (heads before positions: attention then
-    needs no transposed copy on a CPU), in a tuple, so that a decode step updates them in
-    place.
+    needs no transposed copy on a CPU), in a tuple, so that a decode step updates them
+    in place.
     """
 
     keys: tuple[jax.Array, ...]
@@ -54,7 +54,9 @@ class DenseCache:
     ) -> "DenseCache":
         """Stores rows [B, W, G, E] at positions [B, W]; position -1 writes nothing."""
         return self.replace(
-            keys=_replace_at(self.keys, layer, _scatter(self.keys[layer], key, positions)),
+            keys=_replace_at(
+                self.keys, layer, _scatter(self.keys[layer], key, positions)
+            ),
             values=_replace_at(
                 self.values, layer, _scatter(self.values[layer], value, positions)
             ),
@@ -90,7 +92,9 @@ class DenseCache:
         return self.keys[layer], self.values[layer]
 
 
-def repeat_rows(cache: Any, make_cache: Callable[[int], Any], batch: int, count: int):
+def repeat_rows(
+    cache: Any, make_cache: Callable[[int], Any], batch: int, count: int
+) -> Any:
     """Every request's row `count` times, in place order [a, a, b, b]: any cache pytree.
 
     Args:
@@ -118,7 +122,7 @@ def repeat_rows(cache: Any, make_cache: Callable[[int], Any], batch: int, count:
 
 
 def _scatter(stored: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    batch, width = positions.shape
+    batch = positions.shape[0]
     # Out of bounds is dropped; -1 must be moved there, since it would wrap around.
     index = jnp.where(positions < 0, stored.shape[2], positions)
     request = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], index.shape)
@@ -127,5 +131,5 @@ def _scatter(stored: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Ar
     )
 
 
-def _replace_at(items: tuple, index: int, item) -> tuple:
+def _replace_at(items: tuple, index: int, item: jax.Array) -> tuple:
     return (*items[:index], item, *items[index + 1 :])

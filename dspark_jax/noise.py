@@ -70,7 +70,10 @@ def _streams(key: jax.Array, position: jax.Array, tag: jax.Array) -> Streams:
 
 def _gumbel(streams: Streams, ids: jax.Array) -> jax.Array:
     high, low = _threefry(
-        streams[0][..., None], streams[1][..., None], ids.astype(jnp.uint32), jnp.uint32(0)
+        streams[0][..., None],
+        streams[1][..., None],
+        ids.astype(jnp.uint32),
+        jnp.uint32(0),
     )
     # u in (0, 1): 64 bits near 0 (where the winners of an exponential race lie), 24 near
     # 1. The clip keeps -log(-log1p(-u)) finite at both ends.

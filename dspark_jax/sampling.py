@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 from dspark_jax import checks, noise
 from dspark_jax.types import Row
 
-
 # Known from other libraries, not supported yet: refused by name.
 _UNSUPPORTED = (
     "repetition_penalty",
@@ -95,7 +94,9 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
             continue
         known = checks.known(value)
         if known is not None:
-            kinds, kind = ("iu", "integers") if dtype == jnp.int32 else ("fiu", "numbers")
+            kinds, kind = (
+                ("iu", "integers") if dtype == jnp.int32 else ("fiu", "numbers")
+            )
             if known.dtype.kind not in kinds:
                 raise TypeError(f"`sampling.{name}` must hold {kind}, got {value!r}")
             if not np.all(np.isfinite(known)) or not np.all(is_valid(known)):
@@ -209,9 +210,9 @@ def draw(
 class DraftSampler:
     """Draws the tokens of a draft: handed to `Drafter.propose`.
 
-    `draw(slot, logits, ids)` gives the slot's token, its probability and its Row. Under the "seeded" rule
-    the noise is that of plain decoding at the token's position; under the others it
-    belongs to this round alone (`noise.py`).
+    `draw(slot, logits, ids)` gives the slot's token, its probability and its Row. Under
+    the "seeded" rule the noise is that of plain decoding at the token's position; under
+    the others it belongs to this round alone (`noise.py`).
     """
 
     key: jax.Array  # typed keys [B]
@@ -242,7 +243,9 @@ class DraftSampler:
         gumbel = None
         if self.sampling.temperature is not None:
             if self.rule == "seeded":
-                gumbel = noise.token_gumbel(self.key, self.anchor_position + slot + 1, ids)
+                gumbel = noise.token_gumbel(
+                    self.key, self.anchor_position + slot + 1, ids
+                )
             else:
                 assert self.streams is not None
                 gumbel = noise.round_gumbel(self.streams, slot, ids)
@@ -290,7 +293,8 @@ def _between(scaled: jax.Array, cut: jax.Array) -> jax.Array:
     kept = scaled >= cut[..., None]
     low = jnp.max(jnp.where(kept, -jnp.inf, scaled), axis=-1)
     high = jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1)
-    middle = low + 0.5 * (high - low)
+    finite_low = jnp.where(low > -jnp.inf, low, high)  # no NaN for `debug_nans` to find
+    middle = finite_low + 0.5 * (high - finite_low)
     middle = jnp.where(middle > low, middle, high)  # neighbouring floats
     return jnp.where(low > -jnp.inf, middle, -jnp.inf)
 
@@ -314,7 +318,9 @@ def _top_p_cut(
     Mass(>= t) >= top_p holds up to some largest t; tokens at or above it stay.
     """
     offset = jnp.where(jnp.isfinite(top), top, 0.0)
-    weight = jnp.where(scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0)
+    weight = jnp.where(
+        scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0
+    )
     # Summing in one order everywhere keeps "all of it" equal to the total at top_p = 1.
     total = jnp.sum(weight, axis=-1)
 
@@ -336,9 +342,7 @@ def _largest_float(holds, shape: tuple[int, ...]) -> jax.Array:
     high = jnp.full(shape, 0xFF800000, jnp.uint32)  # key of +inf: never holds
 
     def to_float(keys):
-        flipped = jnp.where(
-            keys >> 31 == 1, keys ^ jnp.uint32(0x80000000), ~keys
-        )
+        flipped = jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(0x80000000), ~keys)
         return jax.lax.bitcast_convert_type(flipped, jnp.float32)
 
     def step(_, bounds):

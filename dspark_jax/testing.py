@@ -1,19 +1,21 @@
 """Checks of your own models: the laws of a `Target`, and tiny models to test with.
 
-`check_target` feeds random tokens through a target in ways that must not matter (one row
-or many, padding between the rows, other requests beside, a rejected draft before) and
-compares. A target that passes can be decoded speculatively without changing its words.
+`check_target` feeds random tokens through a target in ways that must not matter (one
+row or many, padding between the rows, other requests beside, a rejected draft before)
+and compares. A target that passes can be decoded speculatively without changing its
+words.
 """
 
 import copy
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax import checks, kv_cache, layers
+from dspark_jax import checks, kv_cache
 from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig
 from dspark_jax.drafters import dspark
 from dspark_jax.targets import decoder
@@ -30,7 +32,7 @@ CONFIG_FIELDS = (
 
 
 class TargetLawError(AssertionError, ValueError):
-    """A target breaks one of the laws; the message says which, where and by how much."""
+    """A target breaks a law; the message says which, where and by how much."""
 
 
 class TinyModels(NamedTuple):
@@ -53,11 +55,12 @@ def check_target(
 ) -> None:
     """Raises TargetLawError (an AssertionError) unless `target` keeps the laws.
 
-    The laws, in the order they are checked: it is hashable and equal by value; shapes and
-    dtypes are those of `Target`; everything is finite; a row sees positions up to its own
-    only; W rows equal W single rows; a row sees all earlier positions; a row at position -1 writes nothing
-    and influences nothing; feeding again from an earlier position equals a fresh cache;
-    other requests are invisible; taps are the raw outputs of layers.
+    The laws, in the order they are checked: it is hashable and equal by value; shapes
+    and dtypes are those of `Target`; everything is finite; a row sees positions up to
+    its own only; W rows equal W single rows; a row sees all earlier positions; a row at
+    position -1 writes nothing and influences nothing; feeding again from an earlier
+    position equals a fresh cache; other requests are invisible; taps are the raw
+    outputs of layers.
 
     Compiles three small programs. Random parameters will do, if they are not so small
     that logits hardly depend on the context.
@@ -79,15 +82,15 @@ def check_target(
     _check_static(target)
     if target.config.max_position < 2 * width:
         raise ValueError(
-            f"`target.config.max_position` must be at least 2 * width = {2 * width}, got "
-            f"{target.config.max_position}"
+            f"`target.config.max_position` must be at least 2 * width = {2 * width}, "
+            f"got {target.config.max_position}"
         )
     key = jax.random.key(0) if key is None else key
     shape = (3, batch, 2 * width)
-    tokens = jax.random.randint(key, shape, 0, target.config.vocab_size, jnp.int32)
+    vocab_size = target.config.vocab_size
+    tokens = np.array(jax.random.randint(key, shape, 0, vocab_size, jnp.int32))
     # Neighbours and alternatives must differ for a difference to be seen.
-    tokens = np.array(tokens)
-    tokens[1:] = (tokens[:1] + np.array([1, 2])[:, None, None]) % target.config.vocab_size
+    tokens[1:] = (tokens[:1] + np.array([1, 2])[:, None, None]) % vocab_size
     probe = _Probe(target, params, batch, width, atol)
     _check_shapes(probe, tokens[0])
     whole = _check_finite(probe, tokens[0])
@@ -119,13 +122,13 @@ def make_tiny_models(
       key: makes the parameters; None takes a fixed one.
       vocab_size: V.
       block_size: the largest draft length.
-      scale: standard deviation of all matrices; small ones make words nearly uniform.
-      target_fields, drafter_fields: fields of DecoderConfig and DrafterConfig to change.
+      scale: standard deviation of matrices and biases; small ones make words nearly
+        uniform.
+      target_fields, drafter_fields: fields of the configurations to change.
     """
-    target_key, drafter_key = jax.random.split(
-        jax.random.key(0) if key is None else key
+    block = BlockConfig(
+        width=8, num_heads=2, num_kv_heads=1, head_width=4, ffn_width=12
     )
-    block = BlockConfig(width=8, num_heads=2, num_kv_heads=1, head_width=4, ffn_width=12)
     config = DecoderConfig(
         **{
             "vocab_size": vocab_size,
@@ -151,18 +154,22 @@ def make_tiny_models(
     )
     target = decoder.make_target(config)
 
-    @jax.jit  # one program instead of one a shape
-    def init(target_key: jax.Array, drafter_key: jax.Array) -> tuple[PyTree, PyTree]:
-        return (
-            layers.init_from_abstract(target_key, decoder.abstract(config), scale),
-            layers.init_from_abstract(
-                drafter_key, dspark.abstract(drafter_config), scale
-            ),
-        )
+    words = np.asarray(jax.random.key_data(jax.random.key(0) if key is None else key))
+    random = np.random.default_rng(words)
 
-    target_params, drafter_params = init(target_key, drafter_key)
-    drafter = dspark.make_drafter(drafter_config, target)
-    return TinyModels(target, target_params, drafter, drafter_params)
+    def draw(path: Any, leaf: Any) -> jax.Array:
+        values = random.normal(size=leaf.shape)
+        name = str(getattr(path[-1], "name", path[-1]))
+        values = 1 + 0.1 * values if name.endswith("norm") else scale * values
+        return jnp.asarray(values, leaf.dtype)
+
+    init = functools.partial(jax.tree_util.tree_map_with_path, draw)
+    return TinyModels(
+        target=target,
+        target_params=init(decoder.abstract(config)),
+        drafter=dspark.make_drafter(drafter_config, target),
+        drafter_params=init(dspark.abstract(drafter_config)),
+    )
 
 
 class _Probe:
@@ -312,10 +319,10 @@ def _check_shapes(probe: _Probe, tokens: np.ndarray) -> None:
 def _check_finite(probe: _Probe, tokens: np.ndarray) -> np.ndarray:
     """Returns the hidden states [B, 2W, D] of a plain pass, W rows at a time."""
     width = probe.width
-    first, taps, cache = probe.feed(tokens[:, :width], range(width), probe.fresh(), None)
-    second, _, _ = probe.feed(
-        tokens[:, width:], range(width, 2 * width), cache, None
+    first, taps, cache = probe.feed(
+        tokens[:, :width], range(width), probe.fresh(), None
     )
+    second, _, _ = probe.feed(tokens[:, width:], range(width, 2 * width), cache, None)
     whole = np.concatenate([first, second], axis=1)
     assert taps is not None
     for name, array in (("hidden", whole), ("taps", taps)):
@@ -388,9 +395,7 @@ def _check_padding(probe: _Probe, tokens: np.ndarray, whole: np.ndarray) -> None
 def _check_rollback(probe: _Probe, tokens: np.ndarray) -> None:
     width, start = probe.width, probe.width // 2
     _, _, cache = probe.feed(tokens[0, :, :width], range(width), probe.fresh(), None)
-    _, _, cache = probe.feed(
-        tokens[0, :, width:], range(width, 2 * width), cache, None
-    )
+    _, _, cache = probe.feed(tokens[0, :, width:], range(width, 2 * width), cache, None)
     again = tokens[1, :, start : start + width]
     got, _, _ = probe.feed(again, range(start, start + width), cache, None)
     _, fresh = probe.singles(tokens[0, :, :start], probe.fresh())
@@ -399,9 +404,7 @@ def _check_rollback(probe: _Probe, tokens: np.ndarray) -> None:
     probe.same(law, got, want)
 
 
-def _check_other_requests(
-    probe: _Probe, tokens: np.ndarray, whole: np.ndarray
-) -> None:
+def _check_other_requests(probe: _Probe, tokens: np.ndarray, whole: np.ndarray) -> None:
     law = "other requests are invisible"
     width = probe.width
     rows = tokens[1, :, :width].copy()

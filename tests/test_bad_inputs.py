@@ -1,10 +1,11 @@
-"""Bad inputs: one row per public argument, with the message, and no work done before it.
+"""Bad inputs: a row per public argument, with the message; no work is done before it.
 
 The target of these tests raises if anything of it is called.
 """
 
 import dataclasses
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,9 @@ def models():
         block_size=BLOCK_SIZE,
         target_fields={"max_position": MAX_POSITION, "fingerprint": "mine"},
     )
-    target = made.target._replace(forward=work, init_cache=work, unembed=work, embed=work)
+    target = made.target._replace(
+        forward=work, init_cache=work, unembed=work, embed=work
+    )
     drafter = made.drafter._replace(init_state=work, observe=work, propose=work)
     return made._replace(target=target, drafter=drafter)
 
@@ -317,7 +320,11 @@ BOTH = {  # speculative_generate and autoregressive_generate
         ValueError,
         "`sampling.top_p` must be in (0, 1], got 1.5",
     ),
-    "min_p": (sampled(min_p=2), ValueError, "`sampling.min_p` must be in [0, 1], got 2"),
+    "min_p": (
+        sampled(min_p=2),
+        ValueError,
+        "`sampling.min_p` must be in [0, 1], got 2",
+    ),
     "min_p of one row": (
         sampled(min_p=np.array([0.1, -0.1])),
         ValueError,
@@ -335,7 +342,11 @@ SPECULATIVE = {
         TypeError,
         "`drafter` must be a Drafter, got NoneType",
     ),
-    "drafter": ({"drafter": "dspark"}, TypeError, "`drafter` must be a Drafter, got str"),
+    "drafter": (
+        {"drafter": "dspark"},
+        TypeError,
+        "`drafter` must be a Drafter, got str",
+    ),
     "drafter of another target": (
         of(target_fingerprint="yours"),
         ValueError,
@@ -345,13 +356,24 @@ SPECULATIVE = {
     "drafter of another vocabulary": (
         of(vocab_size=20),
         ValueError,
-        "`drafter` was made for another target: its vocab_size is 20, the target's is 19",
+        "`drafter` was made for another target: its vocab_size is 20, the target's",
     ),
     "drafter of a deeper target": (
         of(num_target_layers=9),
         ValueError,
         "`drafter` was made for another target: its num_target_layers is 9, the "
         "target's is 2",
+    ),
+    "drafter taps too deep": (
+        lambda good: {
+            "drafter": good["drafter"]._replace(
+                config=types.SimpleNamespace(
+                    block_size=3, tap_layers=(0, 2), target_fingerprint=""
+                )
+            )
+        },
+        ValueError,
+        "`drafter` taps layer 2, but the target's layers are -1..1",
     ),
     "options": (
         {"options": "token"},
@@ -369,8 +391,8 @@ SPECULATIVE = {
             "options": dspark_jax.Speculation(keep=keep_a_float),
         },
         ValueError,
-        "`options.keep` needs a drafter with a confidence head, but its confidence_kind "
-        "is 'none'",
+        "`options.keep` needs a drafter with a confidence head, but its "
+        "confidence_kind is 'none'",
     ),
     "threshold without confidences": (
         lambda good: {
@@ -458,7 +480,12 @@ PREFILL = {
     ),
     **{
         row: BOTH[row]
-        for row in ("key raw", "lengths empty prompt", "limits too large", "num_samples")
+        for row in (
+            "key raw",
+            "lengths empty prompt",
+            "limits too large",
+            "num_samples",
+        )
     },
     "options": SPECULATIVE["options"],
 }
@@ -519,7 +546,11 @@ def test_extend_past_the_last_position(good, state):
 
 ROUND = {
     **{row: SPECULATIVE[row] for row in SPECULATIVE},
-    "state": ({"state": None}, TypeError, "`state` must be a DecodeState, got NoneType"),
+    "state": (
+        {"state": None},
+        TypeError,
+        "`state` must be a DecodeState, got NoneType",
+    ),
     "state of plain decoding": (
         lambda good: {"state": good["state"].replace(drafter_state=None, stats=None)},
         ValueError,
@@ -594,8 +625,8 @@ def test_keep_must_return_a_bool_per_request():
 )
 def test_what_sampling_does_not_support_yet(name):
     message = (
-        f"`sampling.{name}` is not supported yet: Sampling has temperature, top_k, top_p "
-        "and min_p"
+        f"`sampling.{name}` is not supported yet: Sampling has temperature, top_k, "
+        "top_p and min_p"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         Sampling(temperature=1.0, **{name: 1.1})
@@ -612,7 +643,11 @@ def test_sampling_is_still_a_pytree():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"rule": "greedy"}, ValueError, "rule must be one of ('token', 'block', 'seede"),
+        (
+            {"rule": "greedy"},
+            ValueError,
+            "rule must be one of ('token', 'block', 'seede",
+        ),
         ({"draft_length": 0}, ValueError, "draft_length must be positive, got 0"),
         ({"draft_length": 2.0}, TypeError, "draft_length must be int | None, got 2.0"),
         ({"candidates": 0}, ValueError, "candidates must be positive, got 0"),
@@ -648,7 +683,12 @@ def built(fields):
 
 
 CONFIGS = [
-    (RopeConfig, {"kind": "yarn"}, ValueError, "rope.kind must be one of ('default', 'l"),
+    (
+        RopeConfig,
+        {"kind": "yarn"},
+        ValueError,
+        "rope.kind must be one of ('default', 'l",
+    ),
     (RopeConfig, {"theta": 0.0}, ValueError, "rope.theta must be positive, got 0.0"),
     (RopeConfig, {"theta": "1e4"}, TypeError, "theta must be float, got '1e4'"),
     (
@@ -680,8 +720,18 @@ CONFIGS = [
     (BlockConfig, {"head_width": 3}, ValueError, "head_width must be even, got 3"),
     (BlockConfig, {"qk_norm": 1}, TypeError, "qk_norm must be bool, got 1"),
     (BlockConfig, {"rope": {}}, TypeError, "rope must be RopeConfig, got {}"),
-    (DecoderConfig, {"vocab_size": "19"}, TypeError, "vocab_size must be int, got '19'"),
-    (DecoderConfig, {"num_layers": 0}, ValueError, "num_layers must be positive, got 0"),
+    (
+        DecoderConfig,
+        {"vocab_size": "19"},
+        TypeError,
+        "vocab_size must be int, got '19'",
+    ),
+    (
+        DecoderConfig,
+        {"num_layers": 0},
+        ValueError,
+        "num_layers must be positive, got 0",
+    ),
     (
         DecoderConfig,
         {"stop_tokens": [2]},
@@ -701,7 +751,12 @@ CONFIGS = [
         "compute_dtype must be one of ('float32', 'bfloat16', 'float16'), got 'float8'",
     ),
     (DecoderConfig, {"block": BLOCK}, TypeError, "block must be BlockConfig, got {"),
-    (DecoderConfig, {"fingerprint": None}, TypeError, "fingerprint must be str, got None"),
+    (
+        DecoderConfig,
+        {"fingerprint": None},
+        TypeError,
+        "fingerprint must be str, got None",
+    ),
     (
         DrafterConfig,
         {"mask_token": 19},
@@ -714,7 +769,12 @@ CONFIGS = [
         ValueError,
         f"mask_token must lie in {VOCABULARY}, got -1",
     ),
-    (DrafterConfig, {"block_size": 0}, ValueError, "block_size must be positive, got 0"),
+    (
+        DrafterConfig,
+        {"block_size": 0},
+        ValueError,
+        "block_size must be positive, got 0",
+    ),
     (
         DrafterConfig,
         {"markov_kind": "lstm"},
@@ -739,7 +799,12 @@ CONFIGS = [
         ValueError,
         "confidence_kind 'markov' needs a Markov head, but markov_kind is 'none'",
     ),
-    (DrafterConfig, {"markov_rank": 0}, ValueError, "markov_rank must be positive, got 0"),
+    (
+        DrafterConfig,
+        {"markov_rank": 0},
+        ValueError,
+        "markov_rank must be positive, got 0",
+    ),
     (
         DrafterConfig,
         {"tap_layers": ()},
@@ -791,7 +856,7 @@ def test_configurations(kind, fields, error, message):
         (
             {"block": {**BLOCK, "rope": {"base": 1.0}}},
             ValueError,
-            "unknown key 'block.rope.base'; known keys: factor, high_freq_factor, kind,",
+            "unknown key 'block.rope.base'; known keys: factor, high_freq_factor, ki",
         ),
         (
             {"block": {"width": 8}},
@@ -807,7 +872,7 @@ def test_configurations(kind, fields, error, message):
         (
             {"markov_kind": "lstm"},
             ValueError,
-            "markov_kind must be one of ('none', 'vanilla', 'gated', 'rnn'), got 'lstm'",
+            "markov_kind must be one of ('none', 'vanilla', 'gated', 'rnn'), got",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_windows_get_the_numbers_of_single_positions():
 
 
 def test_streams_differ():
-    """Purposes, slots, anchors and keys: no number comes twice, TOKEN noise included."""
+    """Purposes, slots, anchors, keys, TOKEN noise: no stream comes twice."""
     position = jnp.arange(5, dtype=jnp.int32)
     key = jax.random.split(jax.random.key(4), 5)
     streams = [noise._streams(key, position, jnp.uint32(0))]
@@ -172,7 +172,7 @@ def test_numbers_are_finite_at_the_extremes(monkeypatch):
 
 
 def test_small_uniforms_keep_their_law(monkeypatch):
-    """Given u < 2^-20, u is uniform there: masses of 1e-7 and less are drawn at rate."""
+    """Given u < 2^-20, u is uniform there: masses below 1e-7 are drawn at their rate."""
     whole = noise._threefry
 
     def conditioned(key0, key1, x0, x1):

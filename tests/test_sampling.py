@@ -214,7 +214,9 @@ def test_draft_rows_that_are_not_finite_become_point_masses():
         np.testing.assert_array_equal(q[:3], 1)
         np.testing.assert_array_equal(p[:3], np.asarray(ids)[None] == token[:3, None])
         np.testing.assert_allclose(p[3:].sum(1), 1, atol=1e-6)
-        np.testing.assert_allclose(q, p[np.asarray(ids)[None] == token[:, None]], rtol=1e-6)
+        np.testing.assert_allclose(
+            q, p[np.asarray(ids)[None] == token[:, None]], rtol=1e-6
+        )
 
 
 def test_check_sampling_broadcasts():

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 import dspark_jax
-from dspark_jax import checks, testing
-from dspark_jax.config import BlockConfig
+from dspark_jax import checks, sampling, testing
+from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig
 from dspark_jax.decoding import generate
+from dspark_jax.drafters import dspark
+from dspark_jax.targets import decoder
 
 ROWS, WIDTH, NEW = 8, 5, 9
 PROMPTS = np.array([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]], np.int32)
@@ -37,8 +39,17 @@ def keys():
 
 
 def rollout(
-    key, tokens, lengths, limits, temperature, target_params, drafter_params, *, models,
-    rule="token", **options
+    key,
+    tokens,
+    lengths,
+    limits,
+    temperature,
+    target_params,
+    drafter_params,
+    *,
+    models,
+    rule="token",
+    **options,
 ):
     return dspark_jax.speculative_generate(
         key,
@@ -120,7 +131,8 @@ def test_vmap_over_prompts(models, keys, baseline):
     rows = [x[:, None] for x in (keys, TOKENS, LENGTHS, LIMITS, TEMPERATURE)]
     got = jax.jit(
         jax.vmap(
-            functools.partial(rollout, models=models), in_axes=(0, 0, 0, 0, 0, None, None)
+            functools.partial(rollout, models=models),
+            in_axes=(0, 0, 0, 0, 0, None, None),
         )
     )(*rows, models.target_params, models.drafter_params)
     assert_same(jax.tree.map(lambda x: x[:, 0], got), baseline)
@@ -165,9 +177,7 @@ def test_scan_of_rollouts_and_updates(models, keys, jitted):
 def test_shard_map_equals_the_unsharded_run(models, keys, baseline):
     if jax.device_count() < ROWS:
         pytest.skip(f"needs {ROWS} devices")
-    mesh = jax.make_mesh(
-        (ROWS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-    )
+    mesh = jax.make_mesh((ROWS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.sharding.PartitionSpec("data"), jax.sharding.PartitionSpec()
     sharded = jax.shard_map(
         functools.partial(rollout, models=models),
@@ -182,7 +192,16 @@ def test_nothing_retraces(models, keys):
     @functools.partial(jax.jit, static_argnames=("target", "drafter"))
     @chex.assert_max_traces(n=1)
     def generate_once(
-        key, tokens, lengths, limits, stops, temperature, threshold, params, *, target,
+        key,
+        tokens,
+        lengths,
+        limits,
+        stops,
+        temperature,
+        threshold,
+        params,
+        *,
+        target,
         drafter,
     ):
         return dspark_jax.speculative_generate(
@@ -204,7 +223,15 @@ def test_nothing_retraces(models, keys):
     call = functools.partial(
         generate_once, target=models.target, drafter=models.drafter
     )
-    first = [keys[:2], PROMPTS, LENGTHS[::4], np.full((2,), 2, np.int32), STOPS, 0.5, 0.5]
+    first = [
+        keys[:2],
+        PROMPTS,
+        LENGTHS[::4],
+        np.full((2,), 2, np.int32),
+        STOPS,
+        0.5,
+        0.5,
+    ]
     call(*first, params)
     second = [
         keys[2:4],
@@ -257,7 +284,9 @@ def test_x64_keeps_the_types(rule, models, keys):
         options = {"confidence_threshold": None}
         inputs[-1] = none
         with_lookup = jax.eval_shape(
-            functools.partial(function, **options, models=models._replace(drafter=lookup)),
+            functools.partial(
+                function, **options, models=models._replace(drafter=lookup)
+            ),
             *inputs,
         )
     chex.assert_trees_all_equal_shapes_and_dtypes(got, want)
@@ -273,12 +302,28 @@ def test_x64_keeps_the_words(models, keys, baseline):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_debug_nans_finds_none(rule, models, keys):
-    function, inputs = by_rule(rule, models, keys)
+def test_debug_nans_finds_none(rule, keys):
+    small = testing.make_tiny_models(block_size=2, target_fields={"num_layers": 1})
+    function, inputs = by_rule(rule, small, keys)
     with jax.debug_nans(True):
         generation = jax.jit(function)(*inputs)
     assert np.all(np.isfinite(generation.logprobs.raw))
     assert np.all(np.isfinite(generation.logprobs.sampling))
+
+
+def test_debug_nans_finds_none_op_by_op():
+    """Inside a program only its outputs are looked at; here NaNs masked later show."""
+    logits = jnp.array([[0.5, -jnp.inf, 2.0, 2.0], [1.0, 0.0, -3.0, -jnp.inf]])
+    ids = jnp.broadcast_to(jnp.arange(4), (2, 4))
+    settings = {"temperature": [0.0, 0.7], "top_k": [4, 1], "top_p": [1.0, 0.5]}
+    settings = {name: jnp.array(value) for name, value in settings.items()}
+    settings = dspark_jax.Sampling(**settings, min_p=jnp.array([0.0, 0.9]))
+    with jax.debug_nans(True):
+        row = sampling.make_row(logits, settings)
+        p = sampling.probability(logits, ids, row, settings.temperature)
+        plain = sampling.make_row(logits, dspark_jax.Sampling(jnp.ones((2,))))
+    np.testing.assert_array_equal(p, [[0, 0, 1, 0], [1, 0, 0, 0]])
+    assert np.all(np.isfinite(plain.log_normaliser))
 
 
 # Memory: a cache of 4104 positions beside which everything else is small.
@@ -286,12 +331,27 @@ def test_debug_nans_finds_none(rule, models, keys):
 
 @pytest.fixture(scope="module")
 def wide():
+    """Shapes only: nothing of these models is ever run."""
     block = BlockConfig(
         width=8, num_heads=1, num_kv_heads=1, head_width=64, ffn_width=8
     )
-    fields = {"block": block, "max_position": 8192}
-    return testing.make_tiny_models(
-        block_size=2, target_fields=fields, drafter_fields={"block": block}
+    fields = {"vocab_size": 19, "max_position": 8192, "block": block}
+    config = DecoderConfig(num_layers=2, **fields)
+    drafter_config = DrafterConfig(
+        num_layers=1,
+        block_size=2,
+        mask_token=1,
+        tap_layers=(0, 1),
+        num_target_layers=2,
+        markov_rank=4,
+        **fields,
+    )
+    target = decoder.make_target(config)
+    return testing.TinyModels(
+        target=target,
+        target_params=decoder.abstract(config),
+        drafter=dspark.make_drafter(drafter_config, target),
+        drafter_params=dspark.abstract(drafter_config),
     )
 
 
@@ -337,18 +397,23 @@ def test_a_generation_holds_one_cache(wide):
 
 
 def test_rounds_update_a_donated_state_in_place(wide):
-    def prefill(key, tokens, lengths):
-        return dspark_jax.prefill(
+    state = jax.eval_shape(
+        lambda key, tokens, lengths, target_params, drafter_params: dspark_jax.prefill(
             key,
             tokens,
             lengths,
             max_new_tokens=4096,
             capacity=4104,
-            **wide._asdict(),
-        )
-
-    state = jax.eval_shape(
-        prefill, jax.random.key(0), np.ones((1, 8), np.int32), np.ones((1,), np.int32)
+            target=wide.target,
+            target_params=target_params,
+            drafter=wide.drafter,
+            drafter_params=drafter_params,
+        ),
+        jax.random.key(0),
+        np.ones((1, 8), np.int32),
+        np.ones((1,), np.int32),
+        wide.target_params,
+        wide.drafter_params,
     )
 
     def stream(state, target_params, drafter_params):

@@ -5,6 +5,7 @@ programs, also those that an earlier process left in the persistent cache. Progr
 compiled ahead of their first use: no clock here counts a compilation.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import time
@@ -89,6 +90,8 @@ class Session:
         self._state: Any = None
         self._capacity = 0
         self._programs: dict[Any, tuple[Any, Any]] = {}
+        self._advance: concurrent.futures.Future[tuple[Any, Any]]
+        self._pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
 
     def start_turn(
         self, ids: Sequence[int], max_new_tokens: int, *, spare: int = 0
@@ -126,9 +129,16 @@ class Session:
             self._capacity = bucket(width + max_new_tokens + spare)
             static["capacity"] = self._capacity
             first, arguments = _begin, (self._key, *turn_inputs)
-        program, state = self._program(first, width, arguments, static)
-        rest = (state, self._rounds, self._inputs)
-        self._program(_advance, 0, rest, {"plan": self._plan})
+        shapes = (width, self._capacity)
+        program, state = self._program(first, shapes, arguments, static)
+        # The first token does not wait for the program that draws the others.
+        self._advance = self._pool.submit(
+            self._program,
+            _advance,
+            (self._capacity,),
+            (state, self._rounds, self._inputs),
+            {"plan": self._plan},
+        )
         turn = Turn(num_prompt_tokens=len(ids))
         started = time.perf_counter()
         self._state = program(*arguments)
@@ -139,7 +149,7 @@ class Session:
 
     def step(self, turn: Turn) -> None:
         """Runs a few rounds, and adds their tokens and cost to `turn`."""
-        program, _ = self._programs[_advance, 0, self._capacity]
+        program, _ = self._advance.result()
         started = time.perf_counter()
         self._state = program(self._state, self._rounds, self._inputs)
         self._collect(turn)
@@ -147,14 +157,12 @@ class Session:
 
     def warm_up(self, ids: Sequence[int], max_new_tokens: int) -> None:
         """Runs every program once: a first execution is slower than the next ones."""
-        turn = self.start_turn(ids, max_new_tokens)
-        if turn.is_running:
-            self.step(turn)
+        self.step(self.start_turn(ids, max_new_tokens))
         self.history, self._state, self._capacity = [], None, 0
 
-    def _program(self, function: Any, width: int, arguments: Any, static: Any) -> Any:
+    def _program(self, function: Any, shapes: Any, arguments: Any, static: Any) -> Any:
         """The compiled program for these shapes, and the shapes of its result."""
-        name = (function, width, self._capacity)
+        name = (function, shapes)
         if name not in self._programs:
             lowered = function.lower(*arguments, **static)
             self._programs[name] = (lowered.compile(), lowered.out_info)

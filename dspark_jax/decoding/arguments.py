@@ -35,7 +35,9 @@ def check_models(
     if not isinstance(drafter, Drafter):
         raise TypeError(f"`drafter` must be a Drafter, got {type(drafter).__name__}")
     if not isinstance(options, Speculation):
-        raise TypeError(f"`options` must be a Speculation, got {type(options).__name__}")
+        raise TypeError(
+            f"`options` must be a Speculation, got {type(options).__name__}"
+        )
     for name, theirs in (
         ("vocab_size", target.config.vocab_size),
         ("num_target_layers", target.config.num_layers),
@@ -162,7 +164,8 @@ def make_threshold(
         return None
     known = checks.known(threshold)
     if known is not None:
-        if known.dtype.kind not in "fiu" or not np.all((known >= 0) & (known <= 1)):
+        is_number = known.dtype.kind in "fiu"
+        if not is_number or not np.all((known >= 0) & (known <= 1)):
             raise ValueError(
                 f"`confidence_threshold` must lie in [0, 1], got {threshold}"
             )

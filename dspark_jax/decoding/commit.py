@@ -70,9 +70,7 @@ def commit(
     return state, count
 
 
-def write_rows(
-    buffer: Array, values: Array, positions: Int[Array, "B W"]
-) -> Array:
+def write_rows(buffer: Array, values: Array, positions: Int[Array, "B W"]) -> Array:
     """buffer [B, C] with values [B, W] at positions [B, W]; -1 writes nothing."""
     index = jnp.where(positions < 0, buffer.shape[1], positions)
     request = jnp.arange(buffer.shape[0], dtype=jnp.int32)[:, None]

@@ -255,7 +255,7 @@ def extend(
     limits: Int[Array, "B"] | None = None,
     stop_tokens: Any = None,
 ) -> DecodeState:
-    """Appends the next turn of a conversation and draws one token; feeds new tokens only.
+    """Appends the next turn of a conversation, feeding it only, and draws one token.
 
     Args:
       state: from `prefill`, `extend` or `Generation.state`.
@@ -269,7 +269,9 @@ def extend(
     """
     arguments.check_models(target, drafter, options)
     arguments.check_state(state, drafter)
-    tokens, lengths = arguments.check_prompts(tokens, lengths, target, may_be_empty=True)
+    tokens, lengths = arguments.check_prompts(
+        tokens, lengths, target, may_be_empty=True
+    )
     batch, capacity = state.tokens.shape
     checks.check_shape("tokens", tokens, "B Q", (batch, tokens.shape[1]))
     checks.check_int("max_new_tokens", max_new_tokens, 1)
@@ -414,7 +416,7 @@ def _begin(
     return_state: bool,
     **rest: Any,
 ) -> DecodeState | Generation:
-    """`prefill` at the capacity of one generation, or the prompts if nothing is asked."""
+    """`prefill` for one generation, or the prompts if nothing is asked."""
     target, num_samples = rest["target"], rest["num_samples"]
     arguments.check_models(target, rest["drafter"], rest["options"])
     checks.check_int("max_new_tokens", max_new_tokens, 0)

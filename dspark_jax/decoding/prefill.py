@@ -162,7 +162,9 @@ def draw_first(
     row = sampling.make_row(logits, settings)
     gumbel = None
     if settings.temperature is not None:
-        ids = jnp.broadcast_to(jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape)
+        ids = jnp.broadcast_to(
+            jnp.arange(logits.shape[-1], dtype=jnp.int32), logits.shape
+        )
         gumbel = noise.token_gumbel(state.key, state.lengths, ids)
     token = sampling.draw(logits, row, settings.temperature, gumbel)
     rows = jax.tree.map(lambda x: x[:, None], row)
@@ -192,7 +194,7 @@ def _feed(
     chunk: int,
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Feeds tokens[b, :counts[b]] at positions first[b] on; the last row's hidden."""
-    batch, width = tokens.shape
+    width = tokens.shape[1]
     chunk = min(chunk, width)
     num_chunks = -(-width // chunk)
     tokens = jnp.pad(tokens, ((0, 0), (0, num_chunks * chunk - width)))
@@ -231,8 +233,8 @@ def _feed(
 
 
 def _empty_stats(lengths: Int[Array, "B"], draft_length: int) -> Stats:
-    # Made of `lengths`, so that inside `shard_map` they vary over the mesh as the counts
-    # that a loop adds to them do; each an array of its own, so that it can be donated.
+    # Made of `lengths`, so that inside `shard_map` they vary over the mesh as the
+    # counts that a loop adds to them do; each its own array, so that it can be donated.
     def zeros(*sizes: int) -> jax.Array:
         first = (lengths * 0).reshape(-1, *([1] * len(sizes)))
         return jnp.broadcast_to(first, (lengths.shape[0], *sizes))

@@ -97,7 +97,7 @@ class Bounds(NamedTuple):
     weight: jax.Array  # float32 [B, K], w_0 .. w_{K-1}; 1 under "token"
 
     def passes(self, uniform: Float[Array, "B K"]) -> Bool[Array, "B K"]:
-        """Slot k passes if u_k * denominator < numerator: strictly, with no division."""
+        """Slot k passes if u_k * denominator < numerator (strict, no division)."""
         return uniform * self.denominator < self.numerator
 
 
@@ -122,7 +122,7 @@ def make_bounds(
 def count_accepted(
     is_passed: Bool[Array, "B K"], verify_length: Int[Array, "B"], *, rule: str
 ) -> Int[Array, "B"]:
-    """Drafts accepted: up to the first slot that fails ("token"), or the last to pass."""
+    """Drafts accepted: up to the first failure ("token"), or the last to pass."""
     if rule == "token":
         return _leading(is_passed, verify_length)
     slots = jnp.arange(1, is_passed.shape[1] + 1, dtype=jnp.int32)[None]

@@ -14,7 +14,7 @@ import pytest
 import dspark_jax
 from dspark_jax import noise, sampling, tensor_files
 from dspark_jax.decoding import verify
-from dspark_jax.drafters import backbone, dspark
+from dspark_jax.drafters import dspark
 from dspark_jax.drafters.load import load_drafter
 from dspark_jax.sampling import DraftSampler, Sampling
 from dspark_jax.targets.load import load_target
@@ -44,9 +44,9 @@ def load(golden, case):
     return (target, target_params), (drafter, params), traces, tensors
 
 
-def pad(rows, width=None):
-    width = width or max(map(len, rows))
-    return np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+def pad(rows, fill=0):
+    width = max(map(len, rows))
+    return np.array([[*row, *[fill] * (width - len(row))] for row in rows], np.int32)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,8 +60,7 @@ def test_traces_round_by_round(golden, case):
         traces += [v | {"prompt": trace["prompt"]} for v in trace["variants"]]
     prompts = pad([trace["prompt"] for trace in traces])
     lengths = np.array([len(trace["prompt"]) for trace in traces], np.int32)
-    stops = pad([[*trace.get("stop_token_ids", []), -1] for trace in traces], 2)
-    stops = np.where(stops == 0, -1, stops)
+    stops = pad([[*trace.get("stop_token_ids", []), -1] for trace in traces], fill=-1)
     thresholds = [trace.get("confidence_threshold", 0.0) for trace in traces]
     num_rounds = max(len(trace["rounds"]) for trace in traces)
     has_confidence = drafter.config.confidence_kind != "none"
@@ -162,10 +161,19 @@ def test_numbers_of_a_round(golden, case, monkeypatch):
     def round_gumbel(streams, slot, ids):
         return jnp.where(ids == streams[0][:, slot, None], jnp.float32(1e6), 0.0)
 
+    draw_block, inside = dspark._draw_block, {}
+
+    def keep_inside(config, params, sampler, anchor, hidden, base_logits, *rest):
+        inside.update(block_hidden=hidden, base_logits=base_logits)
+        return draw_block(config, params, sampler, anchor, hidden, base_logits, *rest)
+
     monkeypatch.setattr(noise, "round_gumbel", round_gumbel)
+    monkeypatch.setattr(dspark, "_draw_block", keep_inside)
 
     @jax.jit
-    def run(target_params, params, texts, anchors, starts, forced, temperature, uniform):
+    def run(
+        target_params, params, texts, anchors, starts, forced, temperature, uniform
+    ):
         batch, width = texts.shape
         settings = Sampling(temperature=temperature)
         offset = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), texts.shape)
@@ -188,24 +196,6 @@ def test_numbers_of_a_round(golden, case, monkeypatch):
         draft, state = drafter.propose(
             params, target_params, state, anchors, starts, sampler
         )
-        # The same block again, for its inside.
-        inputs = backbone.block_inputs(config, anchors, length)
-        embedded = (
-            target.embed(target_params, inputs)
-            if params.embed is None
-            else params.embed[inputs]
-        )
-        slots = jnp.arange(length, dtype=jnp.int32)[None]
-        index = jnp.arange(state.capacity, dtype=jnp.int32)
-        block = backbone.block_hidden(
-            params.backbone,
-            config,
-            embedded[:, None],
-            (starts[:, None] + slots)[:, None],
-            [state.context(layer) for layer in range(config.num_layers)],
-            index[None, None] < starts[:, None, None],
-        )[:, 0]
-        base, _ = dspark._base_logits(params, target, target_params, block)
         window = jnp.concatenate([anchors[:, None], draft.tokens], axis=1)
         rows = starts[:, None] + jnp.arange(length + 1, dtype=jnp.int32)[None]
         hidden, _, _ = target.forward(target_params, window, rows, cache)
@@ -225,8 +215,7 @@ def test_numbers_of_a_round(golden, case, monkeypatch):
             for k in range(length)
         ]
         found = {
-            "block_hidden": block,
-            "base_logits": base,
+            **inside,
             "corrected_logits": draft.logits,
             "target_logits": logits,
             "draft_probs": jnp.stack(q, axis=1),
@@ -245,7 +234,11 @@ def test_numbers_of_a_round(golden, case, monkeypatch):
             if name + key in tensors:
                 atol = 1e-5 if key.endswith("probs") else 1e-4
                 np.testing.assert_allclose(
-                    values[b], tensors[name + key], atol=atol, rtol=0, err_msg=name + key
+                    values[b],
+                    tensors[name + key],
+                    atol=atol,
+                    rtol=0,
+                    err_msg=name + key,
                 )
                 compared.add(name[0] + key)
         if name.startswith("s"):

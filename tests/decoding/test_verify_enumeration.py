@@ -1,8 +1,8 @@
-"""Exactness by enumeration: the joint law of K + 1 tokens, over all drafts and outcomes.
+"""Exactness by enumeration: the joint law of K + 1 tokens, over all drafts.
 
-Every draft is forced in turn through the library's own sampler; acceptance is integrated
-over its uniforms from the library's own bounds, through its own counting; the next
-token's law is its own mass. The truth is a float64 numpy reference.
+Every draft is forced in turn through the library's own sampler; acceptance is
+integrated over its uniforms from the library's own bounds, through its own counting;
+the next token's law is its own mass. The truth is a float64 numpy reference.
 """
 
 import functools
@@ -364,7 +364,7 @@ def test_block_is_never_shorter_in_expectation(enumerated):
 
 def test_greedy_is_argmax_equality(enumerated):
     worlds = enumerated["worlds"]
-    tokens, p_logits, window, cap, settings = rows_of(worlds)
+    tokens, p_logits, window, cap, _ = rows_of(worlds)
     keys = jax.random.split(jax.random.key(3), tokens.shape[0])
     position = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     draft = Draft(
@@ -386,7 +386,9 @@ def test_greedy_is_argmax_equality(enumerated):
         ]
 
     best = np.argmax(np.asarray(p_logits), axis=-1)
-    equal = (best[:, :K] == np.asarray(tokens)) & (np.arange(K) < np.asarray(window)[:, None])
+    equal = (best[:, :K] == np.asarray(tokens)) & (
+        np.arange(K) < np.asarray(window)[:, None]
+    )
     accepted = np.minimum(np.cumprod(equal, axis=1).sum(1), np.asarray(cap))
     for verdict in greedy(draft, p_logits, window, cap):
         np.testing.assert_array_equal(verdict.num_accepted, accepted)
@@ -458,7 +460,7 @@ def tiny_models(kind):
     ],
 )
 def test_heads_propose_what_they_say(monkeypatch, kind, candidates, draft_vocabulary):
-    """Real drafters: q conditioned on the drafted path, candidates, draft vocabulary."""
+    """Real drafters: q given the drafted path, candidates, draft vocabulary."""
     worlds = make_worlds(seed=3, num=32)
     target, config, drafter = tiny_models(kind)
     tokens, p_logits, window, cap, settings = rows_of(worlds)

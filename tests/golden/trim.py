@@ -61,7 +61,9 @@ def main(source):
                 kept |= {k: v for k, v in tensors.items() if k.startswith(part)}
             trace["indices"] = sorted({0, best})
             trace["rounds"] = [trace["rounds"][j] for j in trace["indices"]]
-        kept = {k: v for k, v in kept.items() if not k.startswith("s") or "base" not in k}
+        kept = {
+            k: v for k, v in kept.items() if not k.startswith("s") or "base" not in k
+        }
         trimmed = {
             "traces": [trim_trace(trace) for trace in values["traces"]],
             "sampled": [trim_trace(trace) for trace in values["sampled"]],

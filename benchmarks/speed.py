@@ -1,0 +1,250 @@
+"""Tokens per second of decoding: plain, DSpark and prompt lookup, interleaved.
+
+Every loop starts from the same prefilled state and only decoding is timed; whole calls
+(prefill included) stand beside it. All loops take turns on each prompt, so that a slow
+minute of the machine hits all of them. With --peer, Hugging Face transformers generates
+the same prompts in a process of its own, in turn with the others.
+
+python benchmarks/speed.py --prompts FILE --limit 3 --draft-lengths 3 5 7
+"""
+
+import json
+import pathlib
+import subprocess
+import tempfile
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import encode, load_models, load_prompts, log, pad, parser, save
+
+import dspark_jax
+from dspark_jax.drafters import dspark
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--max-new-tokens", type=int, default=96)
+    arguments.add_argument("--draft-lengths", type=int, nargs="+", default=[4])
+    arguments.add_argument("--lookup-lengths", type=int, nargs="+", default=[4])
+    arguments.add_argument("--draft-vocabulary", type=int, nargs="*", default=[])
+    arguments.add_argument("--batches", type=int, nargs="+", default=[1])
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--temperature", type=float, default=0.0)
+    arguments.add_argument("--rule", default="token")
+    arguments.add_argument("--peer", help="a python with torch and transformers")
+    options = arguments.parse_args()
+    target, target_params, drafter, drafter_params, tokenizer = load_models(options)
+    records = load_prompts(options.prompts, options.limit)
+    prompts = encode(tokenizer, records)
+    drafters = {}
+    for length in options.draft_lengths:
+        drafters[f"dspark K={length}"] = (drafter, drafter_params, length)
+    ids = _frequent_ids(options.drafter)
+    for size in options.draft_vocabulary:
+        small = dspark.with_draft_vocabulary(
+            drafter_params, target, target_params, jnp.asarray(ids[:size])
+        )
+        for length in options.draft_lengths:
+            drafters[f"dspark K={length} vocabulary={size}"] = (drafter, small, length)
+    for length in options.lookup_lengths:
+        lookup, nothing = dspark_jax.make_prompt_lookup(length)
+        drafters[f"prompt lookup K={length}"] = (lookup, nothing, length)
+    sampling = dspark_jax.Sampling(temperature=options.temperature or None)
+    tables = {}
+    for batch in options.batches:
+        count = max(len(prompts) // batch, 1)
+        groups = [(prompts * batch)[i * batch : (i + 1) * batch] for i in range(count)]
+        peer = None
+        if options.peer and batch == 1:
+            peer = Peer(options.peer, target, target_params)
+        tables[str(batch)] = run(
+            groups, options, target, target_params, drafters, sampling, peer
+        )
+    save("speed", options, {"batches": tables})
+
+
+def run(
+    groups: list, options: Any, target: Any, target_params: Any, drafters: dict,
+    sampling: Any, peer: "Peer | None",
+) -> dict:
+    """Times every loop on every group of prompts."""
+    width = max(pad(group)[0].shape[1] for group in groups)
+    capacity = width + options.max_new_tokens
+    shared = dict(target=target, sampling=sampling, stop_tokens=())
+    loops: dict[str, Any] = {}
+
+    def add(name: str, drafter: Any, drafter_params: Any, length: int) -> None:
+        choice = dspark_jax.Speculation(draft_length=length or None, rule=options.rule)
+
+        @jax.jit
+        def prefill(key, tokens, lengths, target_params, drafter_params):
+            return dspark_jax.prefill(
+                key, tokens, lengths, target_params=target_params, drafter=drafter,
+                drafter_params=drafter_params, capacity=capacity, options=choice,
+                max_new_tokens=options.max_new_tokens, **shared,
+            )
+
+        @jax.jit
+        def decode(state, target_params, drafter_params):
+            if drafter is None:
+                return dspark_jax.autoregressive_steps(
+                    state, None, target_params=target_params, **shared
+                )
+            return dspark_jax.speculative_rounds(
+                state, None, target_params=target_params, drafter=drafter,
+                drafter_params=drafter_params, options=choice, **shared,
+            )
+
+        loops[name] = (prefill, decode, drafter_params)
+
+    add("plain", None, None, 0)
+    for name, (drafter, drafter_params, length) in drafters.items():
+        add(name, drafter, drafter_params, length)
+    seconds: dict[str, list] = {name: [] for name in loops}
+    whole: dict[str, list] = {name: [] for name in loops}
+    rounds: dict[str, list] = {name: [] for name in loops}
+    accepted: dict[str, list] = {name: [] for name in loops}
+    equal: dict[str, int] = dict.fromkeys(loops, 0)
+    if peer is not None:
+        seconds["transformers"] = []
+    for number, group in enumerate(groups):
+        tokens, lengths = pad(group, width)
+        keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(options.seed), i))(
+            np.arange(len(group)) + 1000 * number
+        )
+        best: dict[str, list] = {name: [] for name in seconds}
+        best_whole: dict[str, list] = {name: [] for name in loops}
+        words = None
+        for repeat in range(options.repeats + (number == 0)):
+            for name, (prefill, decode, drafter_params) in loops.items():
+                begin = time.perf_counter()
+                state = jax.block_until_ready(
+                    prefill(keys, tokens, lengths, target_params, drafter_params)
+                )
+                middle = time.perf_counter()
+                done = jax.block_until_ready(decode(state, target_params, drafter_params))
+                end = time.perf_counter()
+                if number == 0 and repeat == 0:
+                    continue  # compiles
+                best[name].append(end - middle)
+                best_whole[name].append(end - begin)
+            if peer is not None and not (number == 0 and repeat == 0):
+                best["transformers"].append(peer.seconds(group[0], options.max_new_tokens))
+        for name, (prefill, decode, drafter_params) in loops.items():
+            state = prefill(keys, tokens, lengths, target_params, drafter_params)
+            done = decode(state, target_params, drafter_params)
+            words = done.tokens if name == "plain" else words
+            equal[name] += int(np.sum(np.all(np.asarray(done.tokens == words), axis=1)))
+            if done.stats is not None:
+                rounds[name].append(int(done.stats.num_rounds.max()))
+                accepted[name].append(
+                    (int(done.stats.accepted_sum.sum()), int(done.stats.num_rounds.sum()))
+                )
+            whole[name].append(float(np.median(best_whole[name])))
+        for name in seconds:
+            seconds[name].append(float(np.median(best[name])))
+        line = {n: round(1e3 * s[-1]) for n, s in seconds.items()}
+        log(f"group {number + 1}/{len(groups)}, ms: {line}")
+    # The prefill draws the first token: decoding makes the others.
+    new = (options.max_new_tokens - 1) * len(groups[0])
+    table = {}
+    for name in seconds:
+        row: dict[str, Any] = {
+            "tokens_per_second": new / float(np.median(seconds[name])),
+            "seconds": seconds[name],
+            "ms_per_token": 1e3 * float(np.median(seconds[name])) * len(groups[0]) / new,
+            "speedup_over_plain_median": float(
+                np.median(np.array(seconds["plain"]) / np.array(seconds[name]))
+            ),
+            "speedup_over_plain_total": sum(seconds["plain"]) / sum(seconds[name]),
+        }
+        if name in loops:
+            row["whole_call_speedup_median"] = float(
+                np.median(np.array(whole["plain"]) / np.array(whole[name]))
+            )
+            row["whole_seconds"] = whole[name]
+            row["num_equal"] = equal[name]
+        if rounds.get(name):
+            row["ms_per_round"] = 1e3 * sum(seconds[name]) / sum(rounds[name])
+            row["accepted_length"] = sum(a for a, _ in accepted[name]) / sum(
+                r for _, r in accepted[name]
+            )
+        table[name] = row
+        log(
+            f"{name:32s} {row['tokens_per_second']:8.1f} tokens/s, "
+            f"{row['speedup_over_plain_median']:.2f}x, τ {row.get('accepted_length', 1):.2f}"
+        )
+    return table
+
+
+class Peer:
+    """Hugging Face transformers, greedy, float32, in a process of its own."""
+
+    def __init__(self, python: str, target: Any, target_params: Any):
+        import safetensors.numpy
+
+        from dspark_jax.targets import load
+
+        self.folder = tempfile.TemporaryDirectory()
+        folder = pathlib.Path(self.folder.name)
+        block = target.config.block
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": target.config.vocab_size,
+            "hidden_size": block.width,
+            "intermediate_size": block.ffn_width,
+            "num_hidden_layers": target.config.num_layers,
+            "num_attention_heads": block.num_heads,
+            "num_key_value_heads": block.num_kv_heads,
+            "head_dim": block.head_width,
+            "rms_norm_eps": block.rms_eps,
+            "rope_theta": block.rope.theta,
+            "max_position_embeddings": target.config.max_position,
+            "tie_word_embeddings": True,
+            "torch_dtype": "float32",
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = {
+            "model.embed_tokens.weight": target_params.embed,
+            "model.norm.weight": target_params.final_norm,
+        }
+        for layer, params in enumerate(target_params.layers):
+            for field, name in load.BLOCK_NAMES.items():
+                if getattr(params, field) is not None:
+                    tensors[f"model.layers.{layer}.{name}"] = getattr(params, field)
+        safetensors.numpy.save_file(
+            {name: np.asarray(value) for name, value in tensors.items()},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        script = pathlib.Path(__file__).with_name("peer_transformers.py")
+        self.process = subprocess.Popen(
+            [python, str(script), str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def seconds(self, prompt: list[int], max_new_tokens: int) -> float:
+        """Seconds of decoding after the prompt, without the prefill's."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = {"prompt": prompt, "max_new_tokens": max_new_tokens}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+def _frequent_ids(drafter: str) -> list[int]:
+    folder = pathlib.Path(drafter)
+    if not folder.is_dir():
+        folder = pathlib.Path(dspark_jax.__file__).parent / "weights" / drafter
+    path = folder / "draft_vocabulary.json"
+    return json.loads(path.read_text())["ids"] if path.is_file() else []
+
+
+if __name__ == "__main__":
+    main()
