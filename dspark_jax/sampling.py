@@ -293,10 +293,12 @@ def _between(scaled: jax.Array, cut: jax.Array) -> jax.Array:
     kept = scaled >= cut[..., None]
     low = jnp.max(jnp.where(kept, -jnp.inf, scaled), axis=-1)
     high = jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1)
-    finite_low = jnp.where(low > -jnp.inf, low, high)  # no NaN for `debug_nans` to find
-    middle = finite_low + 0.5 * (high - finite_low)
+    is_cut = low > -jnp.inf
+    # Where nothing is dropped, infinities must not meet: `debug_nans` would find it.
+    start, end = jnp.where(is_cut, low, 0.0), jnp.where(is_cut, high, 0.0)
+    middle = start + 0.5 * (end - start)
     middle = jnp.where(middle > low, middle, high)  # neighbouring floats
-    return jnp.where(low > -jnp.inf, middle, -jnp.inf)
+    return jnp.where(is_cut, middle, -jnp.inf)
 
 
 def _top_k_cut(scaled: jax.Array, top_k: jax.Array) -> jax.Array:

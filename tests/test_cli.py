@@ -32,6 +32,7 @@ FIELDS = {
     "tokens_per_second": float,
     "seconds": float,
     "prefill_seconds": float,
+    "first_token_seconds": float,
     "accepted_length": float,
     "num_rounds": int,
     "num_verified": int,

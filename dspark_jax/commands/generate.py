@@ -4,11 +4,12 @@ import argparse
 import json
 import pathlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dspark_jax import config
-from dspark_jax.commands import failure, terminal
+from dspark_jax.commands import failure, report, terminal
 
 if TYPE_CHECKING:  # They import JAX, which a mistyped option need not wait for.
     from dspark_jax.commands import models
@@ -111,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
+    started = time.perf_counter()
     _check(arguments)
     prompts = _prompts(arguments)
     first = None if arguments.chat else next(prompts)
@@ -125,14 +127,19 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         with terminal.status("compiling"), failure.of_input():
             session.warm_up(ids, arguments.max_new_tokens)
-    turn, text = _answer(arguments, loaded, session, ids)
-    report = _report(arguments, loaded, turn, text)
+    turn, text = _answer(arguments, loaded, session, ids, started)
+    result = report.of_turn(arguments, loaded, turn, text)
+    lines = f"[{report.summary(turn)}]"
     if arguments.compare and turn.finish_reason != INTERRUPTED:
-        report |= _compare(arguments, loaded, ids, turn)
-    elif not arguments.json:
-        _say(_summary(turn))
+        plain = _decode_plainly(arguments, loaded, ids)
+        result |= report.of_comparison(arguments, turn, plain)
+        lines = report.table(arguments, turn, plain)
     if arguments.json:
-        print(json.dumps(report))  # noqa: T201
+        print(json.dumps(result))  # noqa: T201
+    elif arguments.compare:
+        print(lines)  # noqa: T201
+    else:
+        _say(lines)
     return 130 if turn.finish_reason == INTERRUPTED else 0
 
 
@@ -224,11 +231,13 @@ def _answer(
     loaded: "models.Models",
     session: "Session",
     ids: list[int],
+    started: float,
     spare: int = 0,
 ) -> tuple["Turn", str]:
     """One answer and its text, written to stdout as it is accepted."""
     with terminal.status("compiling"), failure.of_input():
         turn = session.start_turn(ids, arguments.max_new_tokens, spare=spare)
+    turn.first_token_seconds = time.perf_counter() - started
     stream = loaded.stream()
     text = ""
 
@@ -256,13 +265,10 @@ def _answer(
     return turn, text
 
 
-def _compare(
-    arguments: argparse.Namespace,
-    loaded: "models.Models",
-    ids: list[int],
-    turn: "Turn",
-) -> dict[str, Any]:
-    """Plain decoding of the same prompt; prints both unless JSON is asked for."""
+def _decode_plainly(
+    arguments: argparse.Namespace, loaded: "models.Models", ids: list[int]
+) -> "Turn":
+    """Plain decoding of the same prompt, not printed."""
     session = loaded.session(is_plain=True)
     with terminal.status("plain decoding"), terminal.interruptible() as is_interrupted:
         session.warm_up(ids, arguments.max_new_tokens)
@@ -271,90 +277,7 @@ def _compare(
             session.step(plain)
     if plain.is_running:
         plain.finish_reason = INTERRUPTED
-    pairs = zip(turn.tokens, plain.tokens, strict=False)
-    shorter = min(len(turn.tokens), len(plain.tokens))
-    first_difference = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-    is_equal = turn.tokens == plain.tokens
-    is_expected = arguments.temperature == 0 or arguments.rule == "seeded"
-    speedup = None
-    if turn.tokens_per_second and plain.tokens_per_second:
-        speedup = turn.tokens_per_second / plain.tokens_per_second
-    comparison = {
-        "plain": {
-            "num_new_tokens": len(plain.tokens),
-            "tokens_per_second": plain.tokens_per_second,
-            "seconds": plain.seconds,
-            "prefill_seconds": plain.prefill_seconds,
-            "finish_reason": plain.finish_reason,
-        },
-        "speedup": speedup,
-        "is_equal": is_equal,
-        "is_equality_expected": is_expected,
-        "first_difference": None if is_equal else first_difference,
-    }
-    if not arguments.json:
-        print(_table(turn, plain, comparison, arguments))  # noqa: T201
-    return comparison
-
-
-def _table(
-    turn: "Turn", plain: "Turn", comparison: dict[str, Any], arguments: Any
-) -> str:
-    lines = [f"\n{'':14}{'tokens/s':>10}{'seconds':>10}{'tokens':>9}"]
-    for name, one in (("speculative", turn), ("plain", plain)):
-        speed = "-" if one.tokens_per_second is None else f"{one.tokens_per_second:.1f}"
-        lines.append(f"{name:14}{speed:>10}{one.seconds:>10.2f}{len(one.tokens):>9}")
-    if comparison["is_equal"]:
-        words = "the words are equal"
-    else:
-        words = f"the words differ after {comparison['first_difference']} equal tokens"
-        if not comparison["is_equality_expected"]:
-            words += (
-                f", as they may: rule {arguments.rule!r} draws other words from the "
-                "same distribution (--rule seeded draws the same)"
-            )
-    speedup = comparison["speedup"]
-    faster = "" if speedup is None else f"{speedup:.2f} times the speed; "
-    return "\n".join([*lines, f"{faster}{_accepted(turn)}{words}"])
-
-
-def _summary(turn: "Turn") -> str:
-    speed = turn.tokens_per_second
-    rate = "" if speed is None else f", {speed:.1f} tokens/s"
-    count = f"{len(turn.tokens)} tokens in {turn.seconds:.2f} s{rate}"
-    return f"[{count}; {_accepted(turn)}{turn.finish_reason}]"
-
-
-def _accepted(turn: "Turn") -> str:
-    if turn.accepted_length is None:
-        return ""
-    return f"accepted length {turn.accepted_length:.2f} in {turn.num_rounds} rounds; "
-
-
-def _report(
-    arguments: argparse.Namespace, loaded: "models.Models", turn: "Turn", text: str
-) -> dict[str, Any]:
-    return {
-        "text": text,
-        "tokens": turn.tokens,
-        "num_prompt_tokens": turn.num_prompt_tokens,
-        "num_new_tokens": len(turn.tokens),
-        "finish_reason": turn.finish_reason,
-        "tokens_per_second": turn.tokens_per_second,
-        "seconds": turn.seconds,
-        "prefill_seconds": turn.prefill_seconds,
-        "accepted_length": turn.accepted_length,
-        "num_rounds": turn.num_rounds,
-        "num_verified": turn.num_verified,
-        "num_accepted": turn.num_accepted,
-        "rule": arguments.rule,
-        "temperature": arguments.temperature,
-        "seed": arguments.seed,
-        "draft_length": loaded.draft_length,
-        "target": arguments.target,
-        "drafter": loaded.drafter_name,
-        "device": loaded.device,
-    }
+    return plain
 
 
 def _converse(
@@ -366,10 +289,11 @@ def _converse(
     for prompt in prompts:
         ids = loaded.encode_turn(prompt, session.history)
         spare = 2 * (len(ids) + arguments.max_new_tokens)
-        turn, text = _answer(arguments, loaded, session, ids, spare)
-        reports.append(_report(arguments, loaded, turn, text))
+        started = time.perf_counter()
+        turn, text = _answer(arguments, loaded, session, ids, started, spare)
+        reports.append(report.of_turn(arguments, loaded, turn, text))
         if not arguments.json:
-            _say(_summary(turn))
+            _say(f"[{report.summary(turn)}]")
     if arguments.json:
         print(json.dumps({"turns": reports}))  # noqa: T201
     return 0

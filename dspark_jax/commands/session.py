@@ -50,6 +50,7 @@ class Turn:
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str = types.FINISH_REASONS[types.RUNNING]
     prefill_seconds: float = 0.0  # up to the first token
+    first_token_seconds: float = 0.0  # the same, loading and compilation included
     seconds: float = 0.0  # of decoding, after the first token
     num_rounds: int = 0
     num_verified: int = 0

@@ -96,8 +96,8 @@ def features(
 ) -> Float[Array, "... K R"]:
     """f of all slots with the previous tokens given (training)."""
     if config.markov_kind != "rnn":
-        empty = jnp.zeros((), hidden.dtype)
-        return feature(params, config, hidden, previous_embedding, empty)[0]
+        unused = initial_state(config, hidden.shape[:-1])
+        return feature(params, config, hidden, previous_embedding, unused)[0]
     state = initial_state(config, hidden.shape[:-2])
     outputs = []
     for slot in range(hidden.shape[-2]):

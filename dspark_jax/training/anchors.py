@@ -55,7 +55,7 @@ def sample(key: jax.Array, loss_mask: Bool[Array, "B S"], num_anchors: int) -> A
     if loss_mask.dtype != jnp.bool_:
         raise TypeError(f"`loss_mask` must hold booleans, got {loss_mask.dtype}")
     allowed = candidates(loss_mask)
-    batch, length = allowed.shape
+    length = allowed.shape[1]
     # The num_anchors largest of independent uniform keys are a uniform subset.
     draws = jax.random.uniform(key, allowed.shape, jnp.float32)
     draws = jnp.where(allowed, draws, -1.0)
@@ -103,7 +103,7 @@ def make_blocks(
 
 
 def visible(anchors: Anchors, length: int) -> Bool[Array, "B A S"]:
-    """Context that a block sees: strictly before its anchor (never the anchor's state)."""
+    """Context that a block sees: strictly before its anchor, not its own."""
     index = jnp.arange(length, dtype=jnp.int32)[None, None, :]
     return index < anchors.positions[..., None]
 

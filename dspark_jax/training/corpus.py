@@ -6,7 +6,7 @@ its batches: after a restart the same rows are written again.
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from dspark_jax.training.data import DataConfig, Prefixes, Rows
 SHARES = (0.40, 0.15, 0.45)
 
 
+@runtime_checkable
 class ChatTokenizer(Protocol):
     """What is needed of a tokenizer (`dspark_jax.load_tokenizer` gives one)."""
 
@@ -62,9 +63,10 @@ def make_prefixes(
     batch: int,
     max_prefix: int,
 ) -> Prefixes:
-    """What the rows of one batch start with; prompts that are too long are left bare."""
+    """What the rows of one batch start with; too long prompts become bare turns."""
+    beginnings = prompts.texts()["openings"]
     kinds = rng.choice(3, size=batch, p=SHARES)
-    openings = rng.integers(len(prompts.OPENINGS), size=batch)
+    openings = rng.integers(len(beginnings), size=batch)
     texts = iter(prompts.make_prompts(rng, int(np.sum(kinds == 2))))
     tokens = np.zeros((batch, max_prefix), np.int32)
     lengths = np.ones(batch, np.int32)
@@ -73,7 +75,7 @@ def make_prefixes(
     for row, (kind, opening) in enumerate(zip(kinds, openings, strict=True)):
         if kind == 0:
             continue
-        content = prompts.OPENINGS[opening] if kind == 1 else next(texts)
+        content = beginnings[opening] if kind == 1 else next(texts)
         ids = tokenizer.encode_chat(
             [{"role": "user", "content": content}],
             add_generation_prompt=bool(kind == 2),

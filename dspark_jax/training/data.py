@@ -78,7 +78,7 @@ class Rows:
 
 class _Loop(NamedTuple):
     phase: jax.Array  # int32 [B], where the next token comes from
-    index: jax.Array  # int32 [B], tokens taken in this phase
+    taken: jax.Array  # int32 [B], tokens taken in this phase
     token: jax.Array  # int32 [B], the last token
     tokens: jax.Array  # int32 [S, B]
     loss_mask: jax.Array  # bool [S, B]
@@ -122,7 +122,7 @@ def write_rows(
     after_prefix = jnp.where(prefixes.is_complete, ANSWER, USER)
     loop = _Loop(
         phase=jnp.where(is_short, after_prefix, PREFIX).astype(jnp.int32),
-        index=jnp.where(is_short, 0, 1).astype(jnp.int32),
+        taken=jnp.where(is_short, 0, 1).astype(jnp.int32),
         token=prefixes.tokens[:, 0],
         tokens=tokens,
         loss_mask=jnp.zeros((config.length, batch), jnp.bool_),
@@ -232,7 +232,7 @@ def _advance(
     config: DataConfig,
 ) -> _Loop:
     """Chooses the token at position + 1 and moves every row's phase on."""
-    phase, index = loop.phase, loop.index
+    phase, index = loop.phase, loop.taken
     last = prefixes.tokens.shape[1] - 1
     prefix = jnp.take_along_axis(
         prefixes.tokens, jnp.minimum(index, last)[:, None], axis=1
@@ -258,7 +258,7 @@ def _advance(
         following = jnp.where((phase == name) & is_over, after, following)
     return loop._replace(
         phase=following.astype(jnp.int32),
-        index=jnp.where(following == phase, taken, 0).astype(jnp.int32),
+        taken=jnp.where(following == phase, taken, 0).astype(jnp.int32),
         token=token,
         tokens=_set_row(loop.tokens, token, position + 1),
         loss_mask=_set_row(loop.loss_mask, phase == ANSWER, position + 1),
@@ -294,13 +294,13 @@ def _top_p_cut(scaled: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Arra
     wanted = top_p * jnp.sum(mass, axis=-1)
     low = jnp.full(top_p.shape, -16.0, jnp.float32)
     span = 16.0
-    for _ in range(3):  # eight thresholds at a time: the sums share one read
-        step = span / 8
-        for i in range(1, 8):
-            threshold = low + step * i if i == 1 else threshold + step
+    for _ in range(3):  # seven thresholds at a time: the sums share one read
+        span = span / 8
+        best = low
+        for threshold in [low + span * i for i in range(1, 8)]:
             kept = jnp.sum(jnp.where(scaled >= threshold[:, None], mass, 0.0), axis=-1)
-            best = jnp.where(kept >= wanted, threshold, low if i == 1 else best)
-        low, span = best, step
+            best = jnp.where(kept >= wanted, threshold, best)
+        low = best
     return jnp.where(top_p < 1, low, -jnp.inf)
 
 

@@ -1,7 +1,7 @@
 """The training objective: CE + L1 between the slots' distributions + confidence BCE.
 
-L = (sum_k w_k (a CE_k + b |p_k - q_k|_1 + c BCE_k)) / sum_k w_k with w_k = exp(-k/decay)
-on supervised slots (paper eq. 10-12; DeepSpec's one denominator for all terms). Logits
+L = (sum_k w_k (a CE_k + b |p_k - q_k|_1 + c BCE_k)) / sum_k w_k, w_k = exp(-k/decay) on
+supervised slots (paper eq. 10-12; DeepSpec's one denominator for all terms). Logits
 of all slots would be [A, K, V] float32 for every sequence: they are made, compared and
 differentiated in chunks of anchors instead. The gradient with respect to the logits is
 known in closed form,
@@ -123,7 +123,7 @@ def reference_terms(
     """The per-slot terms and all logits, without chunks (small shapes only)."""
     base = layers.unembed(draft.hidden, head)
     logits = base
-    if draft.feature is not None:
+    if draft.feature is not None and draft.w2 is not None:
         logits = logits + layers.unembed(draft.feature, draft.w2)
     target = jax.lax.stop_gradient(layers.unembed(target_hidden, head))
     log_p = jax.nn.log_softmax(logits, axis=-1)
@@ -324,8 +324,10 @@ def _matrix(head: jax.Array, draft: DraftRows) -> jax.Array:
     return jnp.concatenate([head.astype(dtype), draft.w2.astype(dtype)], axis=-1)
 
 
-def _unpack(draft: DraftRows, rows: jax.Array, w2_gradient) -> DraftRows:
-    if draft.feature is None:
+def _unpack(
+    draft: DraftRows, rows: jax.Array, w2_gradient: jax.Array | None
+) -> DraftRows:
+    if draft.w2 is None or w2_gradient is None:
         return DraftRows(hidden=rows, feature=None, w2=None)
     width = draft.hidden.shape[-1]
     return DraftRows(
@@ -339,7 +341,9 @@ def _logits(rows: jax.Array, matrix: jax.Array) -> jax.Array:
     return _product(rows, matrix.astype(rows.dtype), rows.ndim - 1, 1)
 
 
-def _product(left: jax.Array, right: jax.Array, left_axis: int, right_axis: int):
+def _product(
+    left: jax.Array, right: jax.Array, left_axis: int, right_axis: int
+) -> jax.Array:
     return jax.lax.dot_general(
         left,
         right,

@@ -1,8 +1,8 @@
 """Files of a training run: the whole state for a restart, drafters for use.
 
-State files hold every array of `TrainState` under its path and a few numbers of the run,
-in one safetensors file that appears complete or not at all. Drafters are exported in
-DeepSpec's layout, without the embedding and head that are the target's.
+A state file holds every array of `TrainState` under its path and a few numbers of the
+run, in one safetensors file that appears complete or not at all. Drafters are exported
+in DeepSpec's layout, without the embedding and head that are the target's.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from dspark_jax import tensor_files
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters.dspark import DSparkParams
 from dspark_jax.interop import deepspec
-from dspark_jax.training import step as step_lib
+from dspark_jax.training import target_states
 from dspark_jax.training.data import Rows
 
 _RUN = "run/"
@@ -87,7 +87,7 @@ def export(
     dtype: str = "bfloat16",
 ) -> None:
     """Writes one drafter in DeepSpec's layout, tap factors folded into fc."""
-    params = step_lib.fold_tap_scale(params, tap_scale)
+    params = target_states.fold_tap_scale(params, tap_scale)
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     config = dataclasses.replace(config, param_dtype=dtype, compute_dtype=dtype)
     deepspec.save(folder, config, params)

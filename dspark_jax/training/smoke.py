@@ -1,8 +1,8 @@
 """A trial of the training command on this machine, with random weights.
 
 `python -m dspark_jax.training.smoke configs/smollm2_dspark.toml` makes a target of the
-real shapes, writes one batch of rows, times the pieces of a step one by one and the step
-itself, and prints one JSON object: compile seconds, milliseconds, peak memory. `--tiny`
+real shapes, writes one batch of rows, times the pieces of a step one by one, then the
+step, and prints one JSON object: compile seconds, milliseconds, peak memory. `--tiny`
 shrinks everything for a CPU and runs the whole command, exports and restart included.
 """
 
@@ -13,18 +13,21 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dspark_jax import config as config_lib
-from dspark_jax.config import BlockConfig, DecoderConfig, RopeConfig
+from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig, RopeConfig
+from dspark_jax.drafters.dspark import DSparkParams
 from dspark_jax.targets import decoder
-from dspark_jax.training import anchors, losses, run
+from dspark_jax.training import anchors, losses, objective, run, settings, target_states
 from dspark_jax.training import step as step_lib
-from dspark_jax.training.run import RunConfig
+from dspark_jax.training import trainer as trainer_lib
+from dspark_jax.training.settings import RunConfig
+from dspark_jax.types import Target
 
 SMOLLM2 = DecoderConfig(
     vocab_size=49152,
@@ -60,7 +63,9 @@ TINY = dataclasses.replace(
 class ByteTokenizer:
     """Bytes as ids 17…, with SmolLM2's control tokens: no files needed."""
 
-    def encode_chat(self, messages, add_generation_prompt=True):
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> list[int]:
         """Ids of a ChatML chat."""
         ids = []
         for message in [{"role": "system", "content": "Hi"}, *messages]:
@@ -89,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 def try_command(config: RunConfig, work: pathlib.Path, steps: int) -> dict[str, Any]:
     """The whole command at tiny sizes: a run, and a restart that goes on."""
     config = tiny_config(config)
-    target, params = _random_target(TINY, config.compute_dtype)
+    target, params = random_target(TINY, config.compute_dtype)
     tokenizer = ByteTokenizer()
     first = run.run(
         dataclasses.replace(config, steps=steps),
@@ -124,15 +129,15 @@ def tiny_config(config: RunConfig) -> RunConfig:
 
 def time_pieces(config: RunConfig, steps: int) -> dict[str, Any]:
     """Milliseconds of every piece at the real shapes, random weights."""
-    clock = run._Clock(time.monotonic())
+    clock = trainer_lib.Clock(time.monotonic())
     result: dict[str, Any] = {"device": jax.devices()[0].device_kind}
 
     def note(**values: Any) -> None:
         result.update(values)
         clock.log(json.dumps(values))
 
-    target, target_params = _random_target(SMOLLM2, config.compute_dtype)
-    drafters = run.drafter_configs(config, target)
+    target, target_params = random_target(SMOLLM2, config.compute_dtype)
+    drafters = settings.drafter_configs(config, target)
     begin = time.monotonic()
     rows, _ = run.write_corpus(
         config,
@@ -161,12 +166,16 @@ def time_pieces(config: RunConfig, steps: int) -> dict[str, Any]:
     tokens = config.write_rows * config.row_length
     note(tokens_per_second_at_least=round(tokens / seconds), memory_gb=_peak())
     index = jnp.arange(config.batch_rows, dtype=jnp.int32)
-    batch = run._take(rows, index)
-    batch = batch.replace(loss_mask=jnp.ones_like(batch.loss_mask))
+    batch = trainer_lib.take(rows, index)
+    batch = target_states.Batch(
+        tokens=batch.tokens, loss_mask=jnp.ones_like(batch.loss_mask)
+    )
     for attention in ("cudnn", "xla"):
-        train = dataclasses.replace(config.train, attention=attention)
         states = functools.partial(
-            step_lib.target_states, target, drafters=drafters, config=train
+            target_states.compute,
+            target,
+            tap_layers=config.tap_layers,
+            attention=attention,
         )
         try:
             note(**_timed(f"target_{attention}", states, target_params, batch))
@@ -176,13 +185,16 @@ def time_pieces(config: RunConfig, steps: int) -> dict[str, Any]:
     note(**_vocabulary_pieces(config, drafters, head))
     params = run.initial_params(config, drafters, target_params)
     found = states(target_params, batch)
-    note(**_body(config, params[0], drafters[0], batch, found, target, target_params))
+    embed = functools.partial(target.embed, target_params)
+    note(**_body(config, params[0], drafters[0], batch, found, embed))
     state = step_lib.init_state(params, config.train)
     config = dataclasses.replace(config, held_out_rows=config.batch_rows)
-    trainer = run._Trainer(config, config.train, target, target_params, drafters, rows)
+    trainer = trainer_lib.Trainer(
+        config, config.train, target, target_params, drafters, rows
+    )
     trainer.compile(state)
     note(step_compile_seconds=round(trainer.compile_seconds, 2))
-    analysis = trainer._compiled.memory_analysis()
+    analysis = trainer.compiled.memory_analysis()
     if analysis is not None:
         note(step_temporary_gb=round(analysis.temp_size_in_bytes / 1e9, 2))
     state, outcomes = trainer.step(state, 0, 1000)
@@ -233,7 +245,7 @@ def _vocabulary_pieces(config: RunConfig, drafters: tuple, head: jax.Array) -> d
         )
         return sum(found)
 
-    result = {}
+    result: dict[str, float] = {}
     for chunk_slots in (1024, 2048, 4096, 8192, 16384):
         gradient = jax.grad(functools.partial(loss, chunk_slots=chunk_slots))
         result |= _timed(
@@ -248,7 +260,14 @@ def _vocabulary_pieces(config: RunConfig, drafters: tuple, head: jax.Array) -> d
     return result
 
 
-def _body(config, params, drafter, batch, states, target, target_params) -> dict:
+def _body(
+    config: RunConfig,
+    params: DSparkParams,
+    drafter: DrafterConfig,
+    batch: target_states.Batch,
+    states: target_states.TargetStates,
+    embed: Callable[[jax.Array], jax.Array],
+) -> dict[str, float]:
     """One drafter without the vocabulary, forward and gradients."""
     chosen = anchors.sample(
         jax.random.key(0), batch.loss_mask, config.train.num_anchors
@@ -261,21 +280,14 @@ def _body(config, params, drafter, batch, states, target, target_params) -> dict
         mask_token=drafter.mask_token,
     )
 
-    def loss(params, blocks, chosen, states, target_params):
-        rows, _ = step_lib.draft_rows(
-            params,
-            drafter,
-            blocks,
-            chosen,
-            states,
-            target,
-            target_params,
-            step_lib.Frozen(None, None),
-        )
+    def loss(params, *rest):
+        rows, _ = objective.draft_rows(params, drafter, *rest)
         return jnp.sum(jnp.square(rows.hidden.astype(jnp.float32)))
 
-    arguments = params, blocks, chosen, states, target_params
-    return _timed("drafter_body", jax.grad(loss), *arguments)
+    inputs = embed(blocks.inputs)
+    return _timed(
+        "drafter_body", jax.grad(loss), params, blocks, chosen, states, inputs
+    )
 
 
 def _timed(name: str, function: Callable, *arguments: Any, count: int = 10) -> dict:
@@ -291,7 +303,10 @@ def _timed(name: str, function: Callable, *arguments: Any, count: int = 10) -> d
     return {f"{name}_ms": milliseconds, f"{name}_compile_seconds": compile_seconds}
 
 
-def _random_target(config: DecoderConfig, dtype: str):
+def random_target(
+    config: DecoderConfig, dtype: str
+) -> tuple[Target, decoder.DecoderParams]:
+    """A target with random weights."""
     config = dataclasses.replace(config, param_dtype=dtype, compute_dtype=dtype)
     return decoder.make_target(config), decoder.init(jax.random.key(0), config)
 

@@ -2,100 +2,31 @@
 
 `train_step` is pure and not jitted; the outermost caller jits it and donates the state.
 Several drafters of one block size may train at once: they share the target's pass, the
-anchors and the target's distributions, and each has its own loss, clipping and optimiser
-(their gradients do not mix). Master weights and optimiser are float32; products run in
-the configs' `compute_dtype`.
+anchors and the target's distributions; each has its own loss, clipping and optimiser.
+Master weights and optimiser are float32; products run in the configs' `compute_dtype`.
 """
 
 import dataclasses
-import math
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
-from dspark_jax.drafters import backbone, confidence, dspark, markov
+from dspark_jax.drafters import dspark
 from dspark_jax.training import anchors as anchors_lib
-from dspark_jax.training import losses
+from dspark_jax.training import losses, objective
+from dspark_jax.training import target_states as target_states_lib
 from dspark_jax.training.anchors import Anchors
+from dspark_jax.training.objective import Outcome
+from dspark_jax.training.settings import TrainConfig
+from dspark_jax.training.target_states import Batch, TargetStates
 from dspark_jax.types import PyTree, Target
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How to train; static under jit.
-
-    Attributes:
-      num_anchors: blocks per sequence and micro-step (A).
-      warmup_share: int(share * total steps) steps of linear warm-up.
-      clip_norm: largest norm of one drafter's gradient.
-      ce_weight, l1_weight, confidence_weight: the loss's three weights.
-      loss_decay: slot k weighs exp(-k / loss_decay); None weighs all alike.
-      ce_start_share, ce_start_weight: during this first share of the steps CE weighs
-        `ce_start_weight` instead (L1 has no gradient while p and q do not overlap).
-      tap_scale: a factor per tapped layer, () for none. Their norms differ by an order
-        of magnitude; `fold_tap_scale` moves the factors into fc afterwards.
-      chunk_slots: about how many slots have logits at one time.
-      attention: of the target's pass: "xla", or "cudnn" on a GPU in bfloat16.
-    """
-
-    num_anchors: int = 64
-    learning_rate: float = 6e-4
-    warmup_share: float = 0.04
-    clip_norm: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    adam_epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    ce_weight: float = 0.1
-    l1_weight: float = 0.9
-    confidence_weight: float = 1.0
-    loss_decay: float | None = 4.0
-    ce_start_share: float = 0.0
-    ce_start_weight: float = 1.0
-    tap_scale: tuple[float, ...] = ()
-    chunk_slots: int = 4096
-    attention: str = "xla"
-
-    def __post_init__(self):
-        for name in ("num_anchors", "learning_rate", "clip_norm", "chunk_slots"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("warmup_share", "ce_start_share"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must lie in [0, 1), got {getattr(self, name)}"
-                )
-        if self.loss_decay is not None and self.loss_decay <= 0:
-            raise ValueError(
-                f"loss_decay must be positive or absent, got {self.loss_decay}"
-            )
-        if self.attention not in ("xla", "cudnn"):
-            raise ValueError(
-                f"attention must be one of ('xla', 'cudnn'), got {self.attention!r}"
-            )
-
-
-@flax.struct.dataclass
-class Batch:
-    """Texts; one conversation a row. A leading axis [U] makes U micro-steps of them."""
-
-    tokens: jax.Array  # int32 [B, S]
-    loss_mask: jax.Array  # bool [B, S], tokens that the target wrote
-
-
-@flax.struct.dataclass
-class TargetStates:
-    """What the target makes of a batch; from its pass, or from a cache."""
-
-    taps: jax.Array  # [B, S, M*D], raw layer outputs
-    hidden: jax.Array  # [B, S, D], after the final norm
 
 
 @flax.struct.dataclass
@@ -105,24 +36,6 @@ class TrainState:
     step: jax.Array  # int32 []
     params: tuple[dspark.DSparkParams, ...]  # float32, one a drafter
     optimizer: tuple[Any, ...]
-
-
-class Frozen(NamedTuple):
-    """The parameters that drafters share with their target and never train."""
-
-    embed: jax.Array  # [V, D] or None: the target's own `embed` is called
-    head: jax.Array  # [V, D]
-
-
-class Outcome(NamedTuple):
-    """One drafter's losses and metrics of one step.
-
-    `metrics` holds (numerator, denominator) pairs, to be summed over steps first.
-    """
-
-    loss: jax.Array  # float32 []
-    gradient_norm: jax.Array  # float32 [], before clipping
-    metrics: dict[str, tuple[jax.Array, jax.Array]]
 
 
 def init_params(
@@ -138,7 +51,8 @@ def init_params(
         return params
     # A copy: a donated state must not take the target's own array with it.
     gain = jnp.array(final_norm, jnp.float32, copy=True)
-    return params.replace(backbone=params.backbone.replace(final_norm=gain))
+    body = dataclasses.replace(params.backbone, final_norm=gain)
+    return dataclasses.replace(params, backbone=body)
 
 
 def init_state(
@@ -186,27 +100,6 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
-def learning_rate(step: int, total_steps: int, config: TrainConfig) -> float:
-    """Linear warm-up to `learning_rate`, then a cosine to 0; step is 0-based, on the host.
-
-    With W = int(warmup_share * total): (step + 1) / W, then (1 + cos(pi n / M)) / 2 for
-    n = step - W of M = total - W. (DeepSpec's own schedule is this cosine times
-    2 / (1 + cos(pi / M)), an accident of torch: 1e-6 at M = 1500.)
-    """
-    warmup = int(config.warmup_share * total_steps)
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(total_steps - warmup, 1)
-    return config.learning_rate * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-
-
-def ce_weight(step: int, total_steps: int, config: TrainConfig) -> float:
-    """The weight of CE at this step."""
-    if step < int(config.ce_start_share * total_steps):
-        return config.ce_start_weight
-    return config.ce_weight
-
-
 def train_step(
     key: jax.Array,
     state: TrainState,
@@ -218,9 +111,9 @@ def train_step(
     target: Target,
     drafters: tuple[DrafterConfig, ...],
     config: TrainConfig,
+    head: Float[Array, "V D"] | None = None,
     anchors: Anchors | None = None,
     states: TargetStates | None = None,
-    frozen: Frozen | None = None,
 ) -> tuple[TrainState, tuple[Outcome, ...]]:
     """One optimiser step of every drafter; donate `state`.
 
@@ -232,20 +125,29 @@ def train_step(
       batch: tokens [B, S], or [U, B, S] for U micro-steps that are averaged equally.
       target_params: of `target`; not differentiated.
       rate, ce: learning rate and CE weight of this step, float32 scalars, traced.
-      anchors, states, frozen: given instead of sampled or computed ([U, ...] as well).
+      head: `losses.head_matrix(target, target_params)`, to save making it every step.
+      anchors, states: given instead of sampled and computed ([U, ...] as well): blocks
+        of one's own, or the target's states from a cache.
 
     Raises:
       ValueError: drafters that cannot share a pass.
     """
     _check_drafters(drafters)
-    if frozen is None:
-        frozen = Frozen(None, losses.head_matrix(target, target_params))
+    if head is None:
+        head = losses.head_matrix(target, target_params)
+    embed = functools.partial(target.embed, target_params)
     if ce is None:
         ce = jnp.float32(config.ce_weight)
 
     def micro_step(key, batch, anchors, states):
         if states is None:
-            states = target_states(target, target_params, batch, drafters, config)
+            states = target_states_lib.compute(
+                target,
+                target_params,
+                batch,
+                drafters[0].tap_layers,
+                config.attention,
+            )
         if anchors is None:
             anchors = anchors_lib.sample(key, batch.loss_mask, config.num_anchors)
         return gradients(
@@ -253,9 +155,8 @@ def train_step(
             batch,
             states,
             anchors,
-            target,
-            target_params,
-            frozen,
+            embed,
+            head,
             ce,
             drafters=drafters,
             config=config,
@@ -310,231 +211,21 @@ def gradients(
     batch: Batch,
     states: TargetStates,
     anchors: Anchors,
-    target: Target,
-    target_params: PyTree,
-    frozen: Frozen,
+    embed: Callable[[jax.Array], jax.Array],
+    head: Float[Array, "V D"],
     ce: Float[Array, ""],
     *,
     drafters: tuple[DrafterConfig, ...],
     config: TrainConfig,
 ) -> tuple[tuple[dspark.DSparkParams, ...], tuple[Outcome, ...]]:
-    """Gradients of every drafter's own loss, and the losses."""
+    """Gradients of every drafter's own loss, and what `objective.evaluate` gives."""
+    evaluate = functools.partial(objective.evaluate, drafters=drafters, config=config)
 
-    def total(params):
-        outcomes = evaluate(
-            params,
-            batch,
-            states,
-            anchors,
-            target,
-            target_params,
-            frozen,
-            ce,
-            drafters=drafters,
-            config=config,
-        )
-        return sum(outcome.loss for outcome in outcomes), outcomes
+    def total(params: tuple[dspark.DSparkParams, ...]) -> tuple[jax.Array, tuple]:
+        outcomes = evaluate(params, batch, states, anchors, embed, head, ce)
+        return sum((o.loss for o in outcomes), jnp.float32(0)), outcomes
 
     return jax.grad(total, has_aux=True)(params)
-
-
-def evaluate(
-    params: tuple[dspark.DSparkParams, ...],
-    batch: Batch,
-    states: TargetStates,
-    anchors: Anchors,
-    target: Target,
-    target_params: PyTree,
-    frozen: Frozen,
-    ce: Float[Array, ""],
-    *,
-    drafters: tuple[DrafterConfig, ...],
-    config: TrainConfig,
-) -> tuple[Outcome, ...]:
-    """Losses and metrics of every drafter on given anchors."""
-    blocks = anchors_lib.make_blocks(
-        batch.tokens,
-        batch.loss_mask,
-        anchors,
-        block_size=drafters[0].block_size,
-        mask_token=drafters[0].mask_token,
-    )
-    weights = losses.slot_weights(blocks.is_supervised, config.loss_decay)
-    drafts, confidences = [], []
-    for drafter_params, drafter in zip(params, drafters, strict=True):
-        rows, confidence_logits = draft_rows(
-            drafter_params,
-            drafter,
-            blocks,
-            anchors,
-            states,
-            target,
-            target_params,
-            frozen,
-            config.tap_scale,
-        )
-        drafts.append(rows)
-        confidences.append(confidence_logits)
-    dtype = layers.dtype_of(drafters[0].compute_dtype)
-    vocabulary, terms = losses.vocabulary_loss(
-        tuple(drafts),
-        jax.lax.stop_gradient(frozen.head.astype(dtype)),
-        anchors_lib.target_rows(states.hidden, blocks).astype(dtype),
-        blocks.labels,
-        weights / (jnp.sum(weights) + jnp.float32(losses.EPSILON)),
-        ce,
-        jnp.float32(config.l1_weight),
-        chunk_slots=config.chunk_slots,
-    )
-    outcomes = []
-    for loss, term, logits in zip(vocabulary, terms, confidences, strict=True):
-        if logits is not None:
-            bce = losses.confidence_loss(logits, losses.accept_rate(term.l1))
-            mean = losses.weighted_mean(bce, weights)
-            loss = loss + jnp.float32(config.confidence_weight) * mean
-        found = losses.metrics(term, logits, blocks.is_supervised, weights)
-        found = jax.lax.stop_gradient(found)
-        outcomes.append(Outcome(loss, jnp.float32(0), found))
-    return tuple(outcomes)
-
-
-def draft_rows(
-    params: dspark.DSparkParams,
-    config: DrafterConfig,
-    blocks: anchors_lib.Blocks,
-    anchors: Anchors,
-    states: TargetStates,
-    target: Target,
-    target_params: PyTree,
-    frozen: Frozen,
-    tap_scale: tuple[float, ...] = (),
-) -> tuple[losses.DraftRows, jax.Array | None]:
-    """One drafter's hidden states, Markov features and confidence logits of all slots.
-
-    Previous tokens are those of the text (teacher forcing).
-    """
-    dtype = layers.dtype_of(config.compute_dtype)
-    batch, length = states.hidden.shape[:2]
-    if frozen.embed is None:
-        inputs = target.embed(target_params, blocks.inputs).astype(dtype)
-    else:
-        inputs = layers.embed(frozen.embed, blocks.inputs, dtype)
-    taps = scale_taps(states.taps.astype(dtype), tap_scale)
-    features = backbone.context_features(params.backbone, config, taps)
-    positions = jnp.arange(length, dtype=jnp.int32)
-    context = [
-        (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
-        for key, value in backbone.context_keys_values(
-            params.backbone,
-            config,
-            features,
-            jnp.broadcast_to(positions[None], (batch, length)),
-        )
-    ]
-    hidden = backbone.block_hidden(
-        params.backbone,
-        config,
-        jax.lax.stop_gradient(inputs),
-        blocks.positions,
-        context,
-        anchors_lib.visible(anchors, length),
-    )
-    feature = embedding = w2 = None
-    if params.markov is not None:
-        embedding = markov.embedding(params.markov, config, blocks.previous)
-        feature = markov.features(params.markov, config, hidden, embedding)
-        w2 = params.markov.w2
-    confidence_logits = None
-    if params.confidence is not None:
-        confidence_logits = confidence.logits(
-            params.confidence, config, hidden, embedding
-        )
-    return losses.DraftRows(hidden, feature, w2), confidence_logits
-
-
-def target_states(
-    target: Target,
-    target_params: PyTree,
-    batch: Batch,
-    drafters: tuple[DrafterConfig, ...],
-    config: TrainConfig,
-) -> TargetStates:
-    """Runs the target over whole rows, without storing keys and values."""
-    rows, length = batch.tokens.shape
-    positions = jnp.broadcast_to(
-        jnp.arange(length, dtype=jnp.int32)[None], (rows, length)
-    )
-    hidden, taps, _ = target.forward(
-        target_params,
-        batch.tokens,
-        positions,
-        WholeRows(config.attention),
-        tap_layers=drafters[0].tap_layers,
-    )
-    return jax.lax.stop_gradient(TargetStates(taps=taps, hidden=hidden))
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class WholeRows:
-    """A cache that keeps nothing: every row is there at once, position = index."""
-
-    implementation: str = "xla"
-
-    def attend(self, layer, query, key, value, positions):
-        """Causal attention among the given rows."""
-        del layer, positions
-        if self.implementation == "cudnn":
-            out = jax.nn.dot_product_attention(
-                query, key, value, is_causal=True, implementation="cudnn"
-            )
-            return out, self
-        length = query.shape[1]
-        index = jnp.arange(length, dtype=jnp.int32)
-        seen = index[None, :] <= index[:, None]  # [S, S]
-        segment = (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), seen[None, None])
-        return layers.grouped_attention(query[:, None], [segment])[:, 0], self
-
-
-def measure_tap_scale(states: TargetStates, num_taps: int) -> tuple[float, ...]:
-    """About 1 / rms of every tapped layer, without position 0 (its norm is an outlier).
-
-    Rounded to powers of two: scaling is then exact in every dtype, and so is
-    `fold_tap_scale`. Reads the values: for the host, not under a trace.
-    """
-    taps = states.taps[:, 1:].astype(jnp.float32)
-    taps = taps.reshape(*taps.shape[:-1], num_taps, -1)
-    scale = jax.lax.rsqrt(jnp.mean(taps * taps, axis=(0, 1, 3)))
-    return tuple(float(x) for x in 2.0 ** np.round(np.log2(np.asarray(scale))))
-
-
-def scale_taps(taps: Float[Array, "... MD"], tap_scale: tuple[float, ...]) -> jax.Array:
-    """Multiplies each tapped layer by its factor."""
-    if not tap_scale:
-        return taps
-    return taps * _tap_factors(tap_scale, taps.shape[-1], taps.dtype).reshape(
-        *[1] * (taps.ndim - 1), -1
-    )
-
-
-def fold_tap_scale(
-    params: dspark.DSparkParams, tap_scale: tuple[float, ...]
-) -> dspark.DSparkParams:
-    """The same function of the raw taps: the factors moved into the columns of fc."""
-    if not tap_scale:
-        return params
-    fc = params.backbone.fc
-    factors = _tap_factors(tap_scale, fc.shape[1], fc.dtype)
-    return params.replace(backbone=params.backbone.replace(fc=fc * factors[None]))
-
-
-def _tap_factors(tap_scale: tuple[float, ...], size: int, dtype: Any) -> jax.Array:
-    if size % len(tap_scale):
-        raise ValueError(
-            f"`tap_scale` must have one factor a tapped layer, got {len(tap_scale)} for "
-            f"{size} features"
-        )
-    return jnp.repeat(jnp.asarray(tap_scale, dtype), size // len(tap_scale))
 
 
 def _check_drafters(drafters: tuple[DrafterConfig, ...]) -> None:

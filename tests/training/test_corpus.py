@@ -48,7 +48,7 @@ def test_prefixes_are_of_three_kinds():
     assert 0.1 < begun.mean() < 0.2
     for row in np.flatnonzero(begun)[:20]:
         text = bytes(t - 17 for t in tokens[row, 1 : lengths[row]]).decode()
-        assert text in prompts.OPENINGS
+        assert text in prompts.texts()["openings"]
     tail = (chat.end_of_turn, *chat.to_answer)
     for row in np.flatnonzero(complete)[:20]:
         end = lengths[row]

@@ -4,10 +4,16 @@ import numpy as np
 
 from dspark_jax.training import prompts
 
+TEMPLATES = [
+    template
+    for kind in ("word_problems", "code", "instructions")
+    for template in prompts.texts()[kind]
+]
+
 
 def test_every_template_can_be_filled():
     rng = np.random.default_rng(0)
-    for template in (*prompts._MATHS, *prompts._CODE, *prompts._INSTRUCTIONS):
+    for template in TEMPLATES:
         text = prompts.fill(rng, template)
         assert "{" not in text
         assert len(text) > 10
@@ -36,4 +42,5 @@ def test_documented_functions_print_no_addresses():
 
 
 def test_openings_are_distinct():
-    assert len(set(prompts.OPENINGS)) == len(prompts.OPENINGS) > 75
+    openings = prompts.texts()["openings"]
+    assert len(set(openings)) == len(openings) > 75

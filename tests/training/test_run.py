@@ -12,8 +12,8 @@ from dspark_jax import config as config_lib
 from dspark_jax import tensor_files
 from dspark_jax.drafters import dspark
 from dspark_jax.interop import deepspec
-from dspark_jax.training import run, smoke
-from dspark_jax.training.run import RunConfig
+from dspark_jax.training import run, smoke, trainer
+from dspark_jax.training.settings import RunConfig
 
 
 @pytest.fixture(name="config", scope="module")
@@ -36,7 +36,7 @@ def _config(root):
 
 @pytest.fixture(name="target", scope="module")
 def _target():
-    return smoke._random_target(smoke.TINY, "float32")
+    return smoke.random_target(smoke.TINY, "float32")
 
 
 @pytest.fixture(name="finished", scope="module")
@@ -67,10 +67,11 @@ def test_a_run_leaves_its_files(config, target, finished):
     assert (work / "pieces" / "export.tar.part0").is_file()
 
 
+@pytest.mark.slow
 def test_a_restart_continues_bit_for_bit(
     config, target, finished, tmp_path, monkeypatch
 ):
-    append, stopped = run._append, []
+    append, stopped = trainer.append, []
 
     def stop_once(path, record):
         append(path, record)
@@ -78,7 +79,7 @@ def test_a_restart_continues_bit_for_bit(
             stopped.append(True)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(run, "_append", stop_once)
+    monkeypatch.setattr(trainer, "append", stop_once)
     first = run.run(config, *target, smoke.ByteTokenizer(), work=tmp_path)
     assert first["step"] in (2, 3)
     (tmp_path / "corpus.npz").unlink()  # it is written again

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from dspark_jax.interop import deepspec
-from dspark_jax.training import data, saving, smoke, step
+from dspark_jax.training import data, saving, settings, smoke, step
 from dspark_jax.training import run as run_lib
-from dspark_jax.training.run import DrafterSpec, RunConfig
+from dspark_jax.training.settings import DrafterSpec, RunConfig
 
 RUN = RunConfig(
     target="tiny",
     drafters=(DrafterSpec(name="a", num_layers=1, markov_rank=4),),
-    train=step.TrainConfig(),
+    train=settings.TrainConfig(),
     block_size=3,
     mask_token=16,
     tap_layers=(0, 2),
@@ -27,13 +27,13 @@ RUN = RunConfig(
 
 @pytest.fixture(name="parts", scope="module")
 def _parts():
-    target, params = smoke._random_target(smoke.TINY, "float32")
-    drafters = run_lib.drafter_configs(RUN, target)
+    target, params = smoke.random_target(smoke.TINY, "float32")
+    drafters = settings.drafter_configs(RUN, target)
     return drafters[0], run_lib.initial_params(RUN, drafters, params)
 
 
 def test_state_comes_back(tmp_path, parts):
-    state = step.init_state(parts[1], step.TrainConfig())
+    state = step.init_state(parts[1], settings.TrainConfig())
     saving.save_state(tmp_path / "s.safetensors", state, {"total": np.int64(9)})
     empty = jax.tree.map(jnp.zeros_like, state)
     found, numbers = saving.load_state(tmp_path / "s.safetensors", empty)
