@@ -172,7 +172,7 @@ def test_numbers_are_finite_at_the_extremes(monkeypatch):
 
 
 def test_small_uniforms_keep_their_law(monkeypatch):
-    """Given u < 2^-20, u is uniform there: masses below 1e-7 are drawn at their rate."""
+    """Given u < 2^-20, u is uniform there: masses below 1e-7 are drawn at rate."""
     whole = noise._threefry
 
     def conditioned(key0, key1, x0, x1):

@@ -54,7 +54,7 @@ def drafter_tables(seed=3):
     logits = liked + 0.3 * rng.normal(size=(K, V, V, V))
     return table_models.DrafterTables(
         logits=jnp.asarray(logits, jnp.float32),
-        confidence_logits=jnp.asarray([[3.0, -3.0, 0.1]] * K, jnp.float32),
+        confidence_logits=jnp.asarray([[3.0, -3.0, -3.0]] * K, jnp.float32),
         look_ahead=jnp.int32(0),
     )
 

@@ -2,9 +2,9 @@
 
     python tests/golden/trim.py ../shared/golden
 
-All integers of every trace and variant stay; of the tensors, the prefill of every trace,
-three rounds of the first trace, and of each sampled trace the first round and the
-recorded one with the most accepted drafts.
+All integers of every trace and variant stay; of the tensors, the prefill of every
+trace, three rounds of the first trace, and of each sampled trace the first round and
+the recorded one with the most accepted drafts.
 """
 
 import json
