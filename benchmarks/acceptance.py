@@ -13,6 +13,7 @@ import dspark_jax
 
 
 def main() -> None:
+    """Runs the benchmark."""
     arguments = parser(__doc__)
     arguments.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     arguments.add_argument("--rule", default="token")
@@ -81,7 +82,9 @@ def summary(temperature: float, records: list, rows: list) -> dict:
     result: dict = {"temperature": temperature, "domains": {}}
     domains = [record["domain"] for record in records]
     for domain in (*DOMAINS, "all"):
-        chosen = [row for row, d in zip(rows, domains, strict=True) if domain in (d, "all")]
+        chosen = [
+            row for row, d in zip(rows, domains, strict=True) if domain in (d, "all")
+        ]
         if not chosen:
             continue
         rounds = np.array([row[0].num_rounds for row in chosen])
@@ -105,7 +108,11 @@ def summary(temperature: float, records: list, rows: list) -> dict:
             ],
             "repeated_20gram_share": repeated_share([row[1] for row in chosen]),
         }
-    by_domain = [result["domains"][d]["accepted_length"] for d in DOMAINS if d in result["domains"]]
+    by_domain = [
+        result["domains"][d]["accepted_length"]
+        for d in DOMAINS
+        if d in result["domains"]
+    ]
     result["mean_over_domains"] = float(np.mean(by_domain))
     for domain, row in result["domains"].items():
         log(f"T={temperature} {domain:14s} τ {row['accepted_length']:.3f}")
@@ -117,7 +124,9 @@ def repeated_share(texts: list[list[int]]) -> float:
     """Share of tokens that lie inside a 20-gram which occurs twice in its text."""
     inside = total = 0
     for text in texts:
-        grams = collections.Counter(tuple(text[i : i + 20]) for i in range(len(text) - 19))
+        grams = collections.Counter(
+            tuple(text[i : i + 20]) for i in range(len(text) - 19)
+        )
         marked = np.zeros(len(text), bool)
         for i in range(len(text) - 19):
             if grams[tuple(text[i : i + 20])] > 1:

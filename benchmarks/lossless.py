@@ -16,6 +16,7 @@ from dspark_jax import noise
 
 
 def main() -> None:
+    """Runs the benchmark."""
     arguments = parser(__doc__)
     arguments.add_argument("--max-new-tokens", type=int, default=64)
     arguments.add_argument("--draft-length", type=int, default=None)
@@ -33,16 +34,21 @@ def main() -> None:
     )
     records = load_prompts(options.prompts, options.limit)
     prompts = encode(tokenizer, records)
-    shared = dict(
-        target=target,
-        max_new_tokens=options.max_new_tokens,
-        stop_tokens=tokenizer.stop_tokens,
-    )
+    shared = {
+        "target": target,
+        "max_new_tokens": options.max_new_tokens,
+        "stop_tokens": tokenizer.stop_tokens,
+    }
 
     @jax.jit
     def plain(keys, tokens, lengths, target_params, sampling):
         return dspark_jax.autoregressive_generate(
-            keys, tokens, lengths, target_params=target_params, sampling=sampling, **shared
+            keys,
+            tokens,
+            lengths,
+            target_params=target_params,
+            sampling=sampling,
+            **shared,
         )
 
     @jax.jit
@@ -91,16 +97,23 @@ def main() -> None:
             keys = jax.vmap(lambda i: jax.random.fold_in(root, i))(np.array(full))
             a = jax.device_get(plain(keys, tokens, lengths, target_params, sampling))
             b = jax.device_get(
-                speculative(keys, tokens, lengths, target_params, drafter_params, sampling)
+                speculative(
+                    keys, tokens, lengths, target_params, drafter_params, sampling
+                )
             )
             for row, i in enumerate(part):
                 rounds += int(b.stats.num_rounds[row])
                 committed += int(b.stats.accepted_sum[row])
                 first = len(prompts[i])
-                x, y = a.tokens[row, first : a.lengths[row]], b.tokens[row, first : b.lengths[row]]
+                x, y = (
+                    a.tokens[row, first : a.lengths[row]],
+                    b.tokens[row, first : b.lengths[row]],
+                )
                 if np.array_equal(x, y):
                     continue
-                at = int(np.argmax(x[: min(len(x), len(y))] != y[: min(len(x), len(y))]))
+                at = int(
+                    np.argmax(x[: min(len(x), len(y))] != y[: min(len(x), len(y))])
+                )
                 text = jnp.asarray(a.tokens[row : row + 1])
                 gap = float(
                     top2_gap(
@@ -111,9 +124,14 @@ def main() -> None:
                         jnp.float32(temperature or 0.0),
                     )
                 )
-                differing.append({"id": records[i]["id"], "position": at, "top2_gap": gap})
+                differing.append(
+                    {"id": records[i]["id"], "position": at, "top2_gap": gap}
+                )
                 log(name, "differs:", differing[-1])
-            log(f"{name}: {start + len(part)}/{len(chosen)} prompts, {len(differing)} differ")
+            log(
+                f"{name}: {start + len(part)}/{len(chosen)} prompts, "
+                f"{len(differing)} differ"
+            )
         results[name] = {
             "temperature": temperature or 0.0,
             "num_prompts": len(chosen),

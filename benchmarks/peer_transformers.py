@@ -12,6 +12,7 @@ import transformers
 
 
 def main() -> None:
+    """Runs the benchmark."""
     transformers.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         sys.argv[1], torch_dtype=torch.float32
@@ -22,11 +23,17 @@ def main() -> None:
         prompt = torch.tensor([request["prompt"]])
         with torch.inference_mode():
             out = model(prompt, use_cache=True)
-            cache, token = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+            cache, token = (
+                out.past_key_values,
+                out.logits[:, -1].argmax(-1, keepdim=True),
+            )
             begin = time.perf_counter()
             for _ in range(request["max_new_tokens"] - 1):
                 out = model(token, past_key_values=cache, use_cache=True)
-                cache, token = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+                cache, token = (
+                    out.past_key_values,
+                    out.logits[:, -1].argmax(-1, keepdim=True),
+                )
             print(time.perf_counter() - begin, flush=True)
 
 

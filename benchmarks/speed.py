@@ -25,6 +25,7 @@ from dspark_jax.drafters import dspark
 
 
 def main() -> None:
+    """Runs the benchmark."""
     arguments = parser(__doc__)
     arguments.add_argument("--max-new-tokens", type=int, default=96)
     arguments.add_argument("--draft-lengths", type=int, nargs="+", default=[4])
@@ -67,13 +68,18 @@ def main() -> None:
 
 
 def run(
-    groups: list, options: Any, target: Any, target_params: Any, drafters: dict,
-    sampling: Any, peer: "Peer | None",
+    groups: list,
+    options: Any,
+    target: Any,
+    target_params: Any,
+    drafters: dict,
+    sampling: Any,
+    peer: "Peer | None",
 ) -> dict:
     """Times every loop on every group of prompts."""
     width = max(pad(group)[0].shape[1] for group in groups)
     capacity = width + options.max_new_tokens
-    shared = dict(target=target, sampling=sampling, stop_tokens=())
+    shared = {"target": target, "sampling": sampling, "stop_tokens": ()}
     loops: dict[str, Any] = {}
 
     def add(name: str, drafter: Any, drafter_params: Any, length: int) -> None:
@@ -82,9 +88,16 @@ def run(
         @jax.jit
         def prefill(key, tokens, lengths, target_params, drafter_params):
             return dspark_jax.prefill(
-                key, tokens, lengths, target_params=target_params, drafter=drafter,
-                drafter_params=drafter_params, capacity=capacity, options=choice,
-                max_new_tokens=options.max_new_tokens, **shared,
+                key,
+                tokens,
+                lengths,
+                target_params=target_params,
+                drafter=drafter,
+                drafter_params=drafter_params,
+                capacity=capacity,
+                options=choice,
+                max_new_tokens=options.max_new_tokens,
+                **shared,
             )
 
         @jax.jit
@@ -94,8 +107,13 @@ def run(
                     state, None, target_params=target_params, **shared
                 )
             return dspark_jax.speculative_rounds(
-                state, None, target_params=target_params, drafter=drafter,
-                drafter_params=drafter_params, options=choice, **shared,
+                state,
+                None,
+                target_params=target_params,
+                drafter=drafter,
+                drafter_params=drafter_params,
+                options=choice,
+                **shared,
             )
 
         loops[name] = (prefill, decode, drafter_params)
@@ -125,14 +143,18 @@ def run(
                     prefill(keys, tokens, lengths, target_params, drafter_params)
                 )
                 middle = time.perf_counter()
-                done = jax.block_until_ready(decode(state, target_params, drafter_params))
+                done = jax.block_until_ready(
+                    decode(state, target_params, drafter_params)
+                )
                 end = time.perf_counter()
                 if number == 0 and repeat == 0:
                     continue  # compiles
                 best[name].append(end - middle)
                 best_whole[name].append(end - begin)
             if peer is not None and not (number == 0 and repeat == 0):
-                best["transformers"].append(peer.seconds(group[0], options.max_new_tokens))
+                best["transformers"].append(
+                    peer.seconds(group[0], options.max_new_tokens)
+                )
         for name, (prefill, decode, drafter_params) in loops.items():
             state = prefill(keys, tokens, lengths, target_params, drafter_params)
             done = decode(state, target_params, drafter_params)
@@ -141,7 +163,10 @@ def run(
             if done.stats is not None:
                 rounds[name].append(int(done.stats.num_rounds.max()))
                 accepted[name].append(
-                    (int(done.stats.accepted_sum.sum()), int(done.stats.num_rounds.sum()))
+                    (
+                        int(done.stats.accepted_sum.sum()),
+                        int(done.stats.num_rounds.sum()),
+                    )
                 )
             whole[name].append(float(np.median(best_whole[name])))
         for name in seconds:
@@ -155,7 +180,10 @@ def run(
         row: dict[str, Any] = {
             "tokens_per_second": new / float(np.median(seconds[name])),
             "seconds": seconds[name],
-            "ms_per_token": 1e3 * float(np.median(seconds[name])) * len(groups[0]) / new,
+            "ms_per_token": 1e3
+            * float(np.median(seconds[name]))
+            * len(groups[0])
+            / new,
             "speedup_over_plain_median": float(
                 np.median(np.array(seconds["plain"]) / np.array(seconds[name]))
             ),
@@ -175,7 +203,8 @@ def run(
         table[name] = row
         log(
             f"{name:32s} {row['tokens_per_second']:8.1f} tokens/s, "
-            f"{row['speedup_over_plain_median']:.2f}x, τ {row.get('accepted_length', 1):.2f}"
+            f"{row['speedup_over_plain_median']:.2f}x, "
+            f"τ {row.get('accepted_length', 1):.2f}"
         )
     return table
 
@@ -231,7 +260,8 @@ class Peer:
 
     def seconds(self, prompt: list[int], max_new_tokens: int) -> float:
         """Seconds of decoding after the prompt, without the prefill's."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         request = {"prompt": prompt, "max_new_tokens": max_new_tokens}
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()

@@ -117,8 +117,8 @@ class DrafterConfig:
     """A DSpark drafter: DFlash backbone, Markov head, confidence head (paper 3.1).
 
     `markov_kind` "none" is DFlash. `tap_layers` are raw outputs of the target's layers
-    (0-based, strictly increasing; -1 = embedding output). `block_size` is the paper's γ:
-    the largest `draft_length`. `target_fingerprint` names the target's weights.
+    (0-based, strictly increasing; -1 = embedding output). `block_size` is the paper's
+    γ: the largest `draft_length`. `target_fingerprint` names the target's weights.
     """
 
     vocab_size: int
@@ -185,8 +185,8 @@ class Speculation:
       rule: "token" (rejection sampling), "block" (arXiv 2403.10444) or "seeded"
         (arXiv 2408.07978). All three leave the target's distribution unchanged.
       keep: a predicate `keep(k, confidence, survival) -> bool [B]` that ends the verify
-        window at its first False, evaluated for k = 0..K-1 from left to right on float32
-        [B]; it must be a module-level function, since it is part of the static key.
+        window at its first False, evaluated for k = 0..K-1 from left to right on
+        float32 [B]; a module-level function, since it is part of the static key.
       candidates: draft among the N best base logits of each position only; None drafts
         from the whole (draft) vocabulary.
     """

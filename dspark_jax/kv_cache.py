@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from dspark_jax import layers
 
 
-@flax.struct.dataclass
-class DenseCache:
+class DenseCache(flax.struct.PyTreeNode):
     """One row of `capacity` positions per request; index = position.
 
     Keys and values are [B, G, C, E] a layer (heads before positions: attention then

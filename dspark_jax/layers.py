@@ -1,8 +1,8 @@
 """Layers of the Llama/Qwen3 family as pure functions, shared by targets and drafters.
 
 All matrices are stored [out, in], as checkpoints have them. `dot` and `unembed` are the
-only matrix products: in float32 they ask for true float32 (no tf32), because the target's
-one-row and W-row passes must agree.
+only matrix products: in float32 they ask for true float32 (no tf32), because the
+target's one-row and W-row passes must agree.
 """
 
 import functools
@@ -19,8 +19,7 @@ from dspark_jax import config as config_lib
 from dspark_jax.config import BlockConfig, RopeConfig
 
 
-@flax.struct.dataclass
-class BlockParams:
+class BlockParams(flax.struct.PyTreeNode):
     """One transformer block; fields that the config switches off are None."""
 
     input_norm: jax.Array  # [D]
@@ -219,9 +218,7 @@ def grouped_attention(
     for keys, values, visible in segments:
         own = keys.ndim == 5
         kv_heads = keys.shape[3] if own else keys.shape[1]
-        grouped = query.reshape(
-            batch, blocks, rows, kv_heads, heads // kv_heads, width
-        )
+        grouped = query.reshape(batch, blocks, rows, kv_heads, heads // kv_heads, width)
         part = jnp.einsum(
             "bnwghe,bncge->bgnhwc" if own else "bnwghe,bgce->bgnhwc",
             grouped,
@@ -294,10 +291,11 @@ def _product_of_rows(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Arra
 
 
 def _product_on_cpu(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-    # A few rows cost almost what one costs only if the weights are read in place: as the
-    # left operand, with the small transposed one kept apart by the barriers. Otherwise
-    # XLA:CPU packs the weights first (48 against 38 ms for 8 rows of a 135M model), and
-    # runs one row of `rows @ weight.T` as a naive loop (92 against 22 ms, jax 0.12).
+    # A few rows cost almost what one costs only if the weights are read in place: as
+    # the left operand, with the small transposed one kept apart by the barriers.
+    # Otherwise XLA:CPU packs the weights first (48 against 38 ms for 8 rows of a 135M
+    # model), and runs one row of `rows @ weight.T` as a naive loop (92 against 22 ms,
+    # jax 0.12).
     is_few = 1 < rows.shape[0] <= 32
     columns = rows.T
     if is_few:

@@ -75,8 +75,8 @@ def _gumbel(streams: Streams, ids: jax.Array) -> jax.Array:
         ids.astype(jnp.uint32),
         jnp.uint32(0),
     )
-    # u in (0, 1): 64 bits near 0 (where the winners of an exponential race lie), 24 near
-    # 1. The clip keeps -log(-log1p(-u)) finite at both ends.
+    # u in (0, 1): 64 bits near 0 (where the winners of an exponential race lie), 24
+    # near 1. The clip keeps -log(-log1p(-u)) finite at both ends.
     uniform = high.astype(jnp.float32) * np.float32(2.0**-32)
     uniform = uniform + low.astype(jnp.float32) * np.float32(2.0**-64)
     uniform = jnp.clip(uniform, np.float32(2.0**-65), np.float32(1 - 2.0**-24))

@@ -1,10 +1,13 @@
 """Sampling distributions (temperature, top-k, top-p, min-p) and draws from them.
 
-A distribution is a `Row`: a cut on the scaled logits and a log-normaliser, found once by
-bisection (no sort of the vocabulary) and then evaluated pointwise wherever p or q is
+A distribution is a `Row`: a cut on the scaled logits and a log-normaliser, found once
+by bisection (no sort of the vocabulary) and then evaluated pointwise wherever p or q is
 needed, so that the distribution a token was drawn from and the one it is tested against
 are the same number. Noise comes from `noise.py`.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -30,16 +33,15 @@ _UNSUPPORTED = (
 )
 
 
-@flax.struct.dataclass
-class Sampling:
+class Sampling(flax.struct.PyTreeNode):
     """Sampling settings: floats or arrays, [] or [B]. A field that is None is absent.
 
     Attributes:
       temperature: >= 0; 0 is greedy for that row. None: the whole program is greedy and
         draws no noise.
       top_k: keep the k largest logits, k >= 1, and their ties.
-      top_p: keep the fewest most likely tokens whose mass reaches top_p, 0 < top_p <= 1;
-        equal probabilities stay together.
+      top_p: keep the fewest most likely tokens whose mass reaches top_p,
+        0 < top_p <= 1; equal probabilities stay together.
       min_p: keep tokens with at least min_p times the largest probability, 0..1.
 
     The cuts apply in this order, each on the renormalised result of the one before
@@ -49,17 +51,17 @@ class Sampling:
     error.
     """
 
-    temperature: jax.Array | float | None = None
-    top_k: jax.Array | int | None = None
-    top_p: jax.Array | float | None = None
-    min_p: jax.Array | float | None = None
+    temperature: Any = None  # float, or float32 [] or [B]
+    top_k: Any = None  # int, or int32 [] or [B]
+    top_p: Any = None  # float, or float32 [] or [B]
+    min_p: Any = None  # float, or float32 [] or [B]
 
     def __new__(cls, *args, **fields):
         for name in _UNSUPPORTED:
             if name in fields:
                 raise ValueError(
-                    f"`sampling.{name}` is not supported yet: Sampling has temperature, "
-                    "top_k, top_p and min_p"
+                    f"`sampling.{name}` is not supported yet: Sampling has "
+                    "temperature, top_k, top_p and min_p"
                 )
         return super().__new__(cls)
 
@@ -141,7 +143,7 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
         # p >= min_p * max p, in logits; log(0) = -inf keeps everything.
         cut = jnp.maximum(cut, top + jnp.log(sampling.min_p))
     cut = _between(scaled, cut)
-    # exp(x - inf) must not appear for a row that is not finite: it is point-like anyway.
+    # exp(x - inf) must not appear for a row that is not finite.
     offset = jnp.where(jnp.isfinite(top), top, 0.0)
     mass = jnp.where(scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0)
     log_normaliser = offset + jnp.log(jnp.sum(mass, axis=-1))
@@ -206,8 +208,7 @@ def draw(
     return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
 
 
-@flax.struct.dataclass
-class DraftSampler:
+class DraftSampler(flax.struct.PyTreeNode):
     """Draws the tokens of a draft: handed to `Drafter.propose`.
 
     `draw(slot, logits, ids)` gives the slot's token, its probability and its Row. Under
@@ -333,7 +334,9 @@ def _top_p_cut(
     return _largest_float(reaches, scaled.shape[:-1])
 
 
-def _largest_float(holds, shape: tuple[int, ...]) -> jax.Array:
+def _largest_float(
+    holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]
+) -> jax.Array:
     """The largest float32 t for which the decreasing predicate `holds(t)` is true.
 
     Bisects the 32-bit integers that order like floats: 32 steps, exact. -inf where it

@@ -73,8 +73,7 @@ class Drafter(NamedTuple):
     propose: Callable[..., tuple["Draft", PyTree]]
 
 
-@flax.struct.dataclass
-class Row:
+class Row(flax.struct.PyTreeNode):
     """A sampling distribution over logits, in a form that is evaluated pointwise.
 
     p(v) = exp(logit(v) / T - log_normaliser) where logit(v) / T >= cut, else 0; a row
@@ -87,8 +86,7 @@ class Row:
     point: jax.Array  # int32 [...], -1 = not a point mass
 
 
-@flax.struct.dataclass
-class Draft:
+class Draft(flax.struct.PyTreeNode):
     """One drafted block, and everything needed to evaluate its distribution q.
 
     Slot k (0-based) predicts the token at the anchor's position + k + 1.
@@ -97,14 +95,15 @@ class Draft:
     tokens: jax.Array  # int32 [B, K]
     probability: jax.Array  # float32 [B, K], q of the drawn token
     logits: jax.Array  # float32 [B, K, N], after the Markov head
-    ids: jax.Array | None  # int32 [B, K, N] or [N]: token of each logit; None: v = index
+    ids: (
+        jax.Array | None
+    )  # int32 [B, K, N] or [N]: token of each logit; None: v = index
     row: Row  # [B, K]
     confidence_logits: jax.Array | None  # float32 [B, K]
     length: jax.Array | None = None  # int32 [B], slots offered; None = all K
 
 
-@flax.struct.dataclass
-class Verification:
+class Verification(flax.struct.PyTreeNode):
     """What the target made of a draft."""
 
     num_accepted: jax.Array  # int32 [B], drafts accepted by the rule
@@ -112,8 +111,7 @@ class Verification:
     is_finite: jax.Array  # bool [B], the target's logits were finite in this window
 
 
-@flax.struct.dataclass
-class Stats:
+class Stats(flax.struct.PyTreeNode):
     """Counts of one generation, per request; see `evaluation` for derived figures.
 
     `accepted_length` (τ) is `sum(accepted_sum) / sum(num_rounds)`.
@@ -133,16 +131,14 @@ class Stats:
         return self.accepted_sum.sum().astype("float32") / jax.numpy.maximum(rounds, 1)
 
 
-@flax.struct.dataclass
-class Logprobs:
+class Logprobs(flax.struct.PyTreeNode):
     """Log-probabilities of the generated tokens; 0 elsewhere."""
 
     raw: jax.Array  # float32 [B, C], log softmax of the target's logits
     sampling: jax.Array  # float32 [B, C], after temperature and truncation
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
     """A batch of sequences between rounds.
 
     Invariant: the anchor is the token at `lengths - 1`; both caches hold exactly the
@@ -175,11 +171,12 @@ class RoundInfo(NamedTuple):
     num_committed: jax.Array  # int32 [B], tokens appended, after stops and limits
 
 
-@flax.struct.dataclass
-class Generation:
+class Generation(flax.struct.PyTreeNode):
     """The result of `speculative_generate` and `autoregressive_generate`."""
 
-    tokens: jax.Array  # int32 [B, P + max_new_tokens]; past lengths[b] the input's padding
+    tokens: (
+        jax.Array
+    )  # int32 [B, P + max_new_tokens]; past lengths[b] the input's padding
     lengths: jax.Array  # int32 [B], prompt included
     finish: jax.Array  # int32 [B], a FINISH_* code
     logprobs: Logprobs | None

@@ -1,7 +1,7 @@
 """Verification: which drafts stand, and which token follows. Three lossless rules.
 
-With p the target's and q the drafter's sampling distribution of a slot (same temperature
-and cuts), x_k the drafts and l the request's verify length:
+With p the target's and q the drafter's sampling distribution of a slot (same
+temperature and cuts), x_k the drafts and l the request's verify length:
 
   token   accept x_k while u_k q(x_k) < p(x_k); next ~ max(p - q, 0) after a rejection,
           next ~ p after l acceptances (rejection sampling, paper eq. 2).

@@ -1,9 +1,9 @@
 """Verify windows: how many of a request's drafts are sent to the target.
 
 The length l in 0..K must be decided without the tokens whose fate it decides: {l >= k}
-may depend on x_1 .. x_{k-1} only, or the output is biased (paper, appendix A). Predicates
-therefore see one slot at a time, from left to right, and end the window at their first
-False; budgets come from older rounds.
+may depend on x_1 .. x_{k-1} only, or the output is biased (paper, appendix A).
+Predicates therefore see one slot at a time, from left to right, and end the window at
+their first False; budgets come from older rounds.
 """
 
 from collections.abc import Callable
@@ -44,8 +44,8 @@ def window_length(
 
     The smallest of: the slots offered, the first slot that `keep` or the threshold
     refuses, the given cap, the first drafted stop token (which is kept: it may be
-    accepted), and remaining - 1, so that accepted drafts and the next token never pass a
-    limit.
+    accepted), and remaining - 1, so that accepted drafts and the next token never pass
+    a limit.
 
     Args:
       remaining: tokens that may still be committed.

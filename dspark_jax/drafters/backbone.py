@@ -21,8 +21,7 @@ from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
 
 
-@flax.struct.dataclass
-class BackboneParams:
+class BackboneParams(flax.struct.PyTreeNode):
     """Parameters of the backbone."""
 
     fc: jax.Array  # [D, M*D]

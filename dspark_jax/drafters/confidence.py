@@ -13,8 +13,7 @@ from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
 
 
-@flax.struct.dataclass
-class ConfidenceParams:
+class ConfidenceParams(flax.struct.PyTreeNode):
     """One linear map to a logit."""
 
     weight: jax.Array  # [D] or [D + R]

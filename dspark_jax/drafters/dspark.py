@@ -16,11 +16,10 @@ from dspark_jax import kv_cache, layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, markov
 from dspark_jax.sampling import DraftSampler
-from dspark_jax.types import Bound, Draft, Drafter, PyTree, Row, Target
+from dspark_jax.types import Bound, Draft, Drafter, PyTree, Target
 
 
-@flax.struct.dataclass
-class DraftVocabulary:
+class DraftVocabulary(flax.struct.PyTreeNode):
     """The ids that the drafter may propose; q is zero on all others (still exact)."""
 
     ids: jax.Array  # int32 [N]
@@ -28,8 +27,7 @@ class DraftVocabulary:
     w2: jax.Array | None  # [N, R]
 
 
-@flax.struct.dataclass
-class DSparkParams:
+class DSparkParams(flax.struct.PyTreeNode):
     """All parameters of a drafter.
 
     `embed` and `head` are None when the drafter uses its target's, as trained ones do.
@@ -71,11 +69,11 @@ def check_target_match(config: DrafterConfig, target: Target) -> None:
                 f"the drafter was made for another target: its {name} is {ours}, the "
                 f"target's is {theirs}"
             )
-    ours, theirs = config.target_fingerprint, target.config.fingerprint
-    if ours and theirs and ours != theirs:
+    trained_for, given = config.target_fingerprint, target.config.fingerprint
+    if trained_for and given and trained_for != given:
         raise ValueError(
-            f"the drafter was made for another target: fingerprint {ours}, the target's "
-            f"is {theirs}"
+            f"the drafter was made for another target: fingerprint {trained_for}, the "
+            f"target's is {given}"
         )
 
 
@@ -108,8 +106,8 @@ def with_draft_vocabulary(
     vocab_size = target.config.vocab_size
     if len(known) != len(ids) or known[0] < 0 or known[-1] >= vocab_size:
         raise ValueError(
-            f"`ids` must be distinct and lie in 0..{vocab_size - 1}, got {len(ids)} ids, "
-            f"{len(known)} distinct, from {known[0]} to {known[-1]}"
+            f"`ids` must be distinct and lie in 0..{vocab_size - 1}, got "
+            f"{len(ids)} ids, {len(known)} distinct, from {known[0]} to {known[-1]}"
         )
     kept = jnp.asarray(known, jnp.int32)
     if params.head is not None:
@@ -209,7 +207,7 @@ def _draw_block(
     ids: jax.Array | None,
     rows: jax.Array | None,
 ) -> Draft:
-    """The sequential part: K draws, unrolled (a nested loop would split a GPU graph)."""
+    """The sequential part: K draws, unrolled: an inner loop would split GPU graphs."""
     batch, length = hidden.shape[:2]
     w2: Any = None
     if params.markov is not None:
@@ -217,7 +215,7 @@ def _draw_block(
         if params.draft_vocabulary is not None:
             w2 = params.draft_vocabulary.w2
     previous = anchor
-    state = None if params.markov is None else markov.initial_state(config, (batch,))
+    state = markov.initial_state(config, (batch,))
     slots: list[tuple] = []
     for slot in range(length):
         slot_hidden, logits, embedding = hidden[:, slot], base_logits[:, slot], None
@@ -238,18 +236,14 @@ def _draw_block(
         slot_ids = ids[:, slot] if ids is not None and ids.ndim == 3 else ids
         previous, probability, row = sampler.draw(slot, logits, slot_ids)
         slots.append((previous, probability, logits, row, confidence_logit))
-    tokens, probabilities, logits, drawn, confidences = zip(*slots, strict=True)
+    # [B] or [B, N] a slot -> [B, K] or [B, K, N]; a field that is None stays None.
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)
+    tokens, probability, logits, row, confidence_logits = stacked
     return Draft(
-        tokens=jnp.stack(tokens, axis=1),
-        probability=jnp.stack(probabilities, axis=1),
-        logits=jnp.stack(logits, axis=1),
+        tokens=tokens,
+        probability=probability,
+        logits=logits,
         ids=ids,
-        row=_stack_rows(drawn),
-        confidence_logits=None
-        if params.confidence is None
-        else jnp.stack(confidences, axis=1),
+        row=row,
+        confidence_logits=confidence_logits,
     )
-
-
-def _stack_rows(rows: tuple[Row, ...]) -> Row:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *rows)

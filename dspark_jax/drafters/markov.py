@@ -19,8 +19,7 @@ from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
 
 
-@flax.struct.dataclass
-class MarkovParams:
+class MarkovParams(flax.struct.PyTreeNode):
     """W1 and W2 of every kind; the projection of the gated and rnn kinds."""
 
     w1: jax.Array  # [V, R]
@@ -102,7 +101,11 @@ def features(
     outputs = []
     for slot in range(hidden.shape[-2]):
         output, state = feature(
-            params, config, hidden[..., slot, :], previous_embedding[..., slot, :], state
+            params,
+            config,
+            hidden[..., slot, :],
+            previous_embedding[..., slot, :],
+            state,
         )
         outputs.append(output)
     return jnp.stack(outputs, axis=-2)
@@ -119,7 +122,9 @@ def candidate_bias(
     w2: Float[Array, "V R"], feature: Float[Array, "B R"], rows: Int[Array, "B N"]
 ) -> Float[Array, "B N"]:
     """bias = W2[rows] f, float32, for a few rows per request."""
-    gathered = jnp.take(w2, rows, axis=0, mode="clip").astype(feature.dtype)  # [B, N, R]
+    gathered = jnp.take(w2, rows, axis=0, mode="clip").astype(
+        feature.dtype
+    )  # [B, N, R]
     return jnp.einsum(
         "bnr,br->bn",
         gathered,

@@ -1,8 +1,8 @@
 """Prompt lookup: drafts by copying what followed the last n-gram earlier in the text.
 
-The drafter-free baseline behind the same contract: no parameters, no taps. A proposal is
-a point mass on the copied token, so every rule verifies it exactly. It offers fewer than
-K slots where the earlier text ends, and none where nothing matches.
+The drafter-free baseline behind the same contract: no parameters, no taps. A proposal
+is a point mass on the copied token, so every rule verifies it exactly. It offers fewer
+than K slots where the earlier text ends, and none where nothing matches.
 """
 
 import dataclasses

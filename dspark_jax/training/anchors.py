@@ -13,16 +13,14 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax import checks
 
 
-@flax.struct.dataclass
-class Anchors:
+class Anchors(flax.struct.PyTreeNode):
     """N anchors per sequence, ascending; unused ones are dummies at the end."""
 
     positions: jax.Array  # int32 [B, A], 0 for dummies
     keep: jax.Array  # bool [B, A], False for dummies
 
 
-@flax.struct.dataclass
-class Blocks:
+class Blocks(flax.struct.PyTreeNode):
     """What the slots of every block get and should give."""
 
     inputs: jax.Array  # int32 [B, A, K], (anchor, mask, ..., mask); dummies all mask

@@ -59,8 +59,7 @@ class DataConfig:
             raise ValueError(f"user_top_p must lie in (0, 1], got {self.user_top_p}")
 
 
-@flax.struct.dataclass
-class Prefixes:
+class Prefixes(flax.struct.PyTreeNode):
     """What every row starts with, after the tokens that all rows share."""
 
     tokens: jax.Array  # int32 [B, P], right-padded
@@ -68,8 +67,7 @@ class Prefixes:
     is_complete: jax.Array  # bool [B]: an answer follows; False: a user turn goes on
 
 
-@flax.struct.dataclass
-class Rows:
+class Rows(flax.struct.PyTreeNode):
     """Texts for training."""
 
     tokens: jax.Array  # int32 [B, S]
@@ -183,8 +181,7 @@ def sample_tokens(
     return jnp.where(temperature > 0, drawn, largest)
 
 
-@flax.struct.dataclass
-class LockstepCache:
+class LockstepCache(flax.struct.PyTreeNode):
     """Dense keys and values of rows that are all at the same position.
 
     [B, G, S, E] a layer. Rows are written by one slice update instead of a scatter.

@@ -34,8 +34,7 @@ class LossWeights(NamedTuple):
     confidence: Any = 1.0
 
 
-@flax.struct.dataclass
-class DraftRows:
+class DraftRows(flax.struct.PyTreeNode):
     """What one drafter needs for its logits: head @ hidden + w2 @ feature."""
 
     hidden: jax.Array  # [B, A, K, D]

@@ -29,8 +29,7 @@ from dspark_jax.training.target_states import Batch, TargetStates
 from dspark_jax.types import PyTree, Target
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Everything that a step changes."""
 
     step: jax.Array  # int32 []

@@ -20,16 +20,14 @@ from dspark_jax.drafters import dspark
 from dspark_jax.types import PyTree, Target
 
 
-@flax.struct.dataclass
-class Batch:
+class Batch(flax.struct.PyTreeNode):
     """Texts; one conversation a row. A leading axis [U] makes U micro-steps of them."""
 
     tokens: jax.Array  # int32 [B, S]
     loss_mask: jax.Array  # bool [B, S], tokens that the target wrote
 
 
-@flax.struct.dataclass
-class TargetStates:
+class TargetStates(flax.struct.PyTreeNode):
     """What the target makes of a batch; from its pass, or from a cache."""
 
     taps: jax.Array  # [B, S, M*D], raw layer outputs

@@ -27,9 +27,7 @@ def test_a_whole_model_loads_with_its_rows_in_order(path, gguf_writer):
     assert config.tied_embeddings
     assert config.stop_tokens == (0, 4)
     np.testing.assert_array_equal(params.embed, meant["token_embd.weight"])
-    np.testing.assert_array_equal(
-        params.layers[1].down, meant["blk.1.ffn_down.weight"]
-    )
+    np.testing.assert_array_equal(params.layers[1].down, meant["blk.1.ffn_down.weight"])
     for field, name, heads in (("q", "attn_q", HEADS), ("k", "attn_k", KV_HEADS)):
         rows = np.asarray(getattr(params.layers[0], field))
         np.testing.assert_array_equal(
