@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -34,14 +35,15 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def load_prompts(path: str, limit: int | None = None) -> list[dict[str, str]]:
-    """Prompts, domain by domain, at most `limit` of each."""
+    """Prompts, the domains in turn, at most `limit` of each."""
     with open(path, encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
-    chosen = []
-    for domain in DOMAINS:
-        of_domain = [record for record in records if record["domain"] == domain]
-        chosen += of_domain[:limit]
-    return chosen
+    by_domain = [
+        [record for record in records if record["domain"] == domain][:limit]
+        for domain in DOMAINS
+    ]
+    turns = itertools.zip_longest(*by_domain)
+    return [record for turn in turns for record in turn if record is not None]
 
 
 def encode(tokenizer: Any, records: list[dict[str, str]]) -> list[list[int]]:

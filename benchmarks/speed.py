@@ -29,10 +29,11 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--max-new-tokens", type=int, default=96)
     arguments.add_argument("--draft-lengths", type=int, nargs="+", default=[4])
-    arguments.add_argument("--lookup-lengths", type=int, nargs="+", default=[4])
+    arguments.add_argument("--lookup-lengths", type=int, nargs="*", default=[4])
     arguments.add_argument("--draft-vocabulary", type=int, nargs="*", default=[])
     arguments.add_argument("--batches", type=int, nargs="+", default=[1])
     arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument("--groups", type=int, default=12, help="batches to time")
     arguments.add_argument("--temperature", type=float, default=0.0)
     arguments.add_argument("--rule", default="token")
     arguments.add_argument("--peer", help="a python with torch and transformers")
@@ -56,7 +57,7 @@ def main() -> None:
     sampling = dspark_jax.Sampling(temperature=options.temperature or None)
     tables = {}
     for batch in options.batches:
-        count = max(len(prompts) // batch, 1)
+        count = min(max(len(prompts) // batch, 1), options.groups)
         groups = [(prompts * batch)[i * batch : (i + 1) * batch] for i in range(count)]
         peer = None
         if options.peer and batch == 1:
