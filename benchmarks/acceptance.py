@@ -74,7 +74,7 @@ def main() -> None:
                 rows[i] = (stats, new.tolist())
             log(f"T={temperature}: {start + len(chosen)}/{len(prompts)} prompts")
         tables.append(summary(temperature, records, rows))
-    save("acceptance", options, {"tables": tables})
+        save("acceptance", options, {"tables": tables})
 
 
 def summary(temperature: float, records: list, rows: list) -> dict:

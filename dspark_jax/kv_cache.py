@@ -120,6 +120,7 @@ def repeat_rows(
     return jax.tree_util.tree_map_with_path(repeat, cache, small, large)
 
 
+@jax.jit  # traced once for all layers
 def _scatter(stored: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
     batch = positions.shape[0]
     # Out of bounds is dropped; -1 must be moved there, since it would wrap around.

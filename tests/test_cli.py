@@ -282,7 +282,7 @@ def test_prompts_of_other_lengths_reuse_the_programs(capsys, options, monkeypatc
 
         monkeypatch.setattr(session.generate, name, counted)
     options += ["--candidates", "5"]  # nothing was compiled for it yet
-    for prompt, temperature in (("a", 0.5), ("hello there", 0.7), ("b" * 20, 1.3)):
+    for prompt, temperature in (("a", 0.5), ("hello", 0.7), ("b" * 12, 1.3)):
         run_json(
             capsys,
             *options,
@@ -297,7 +297,7 @@ def test_prompts_of_other_lengths_reuse_the_programs(capsys, options, monkeypatc
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    [(1, 64), (64, 64), (65, 96), (96, 96), (97, 128), (129, 192), (193, 256)],
+    [(1, 32), (32, 32), (33, 48), (48, 48), (49, 64), (97, 128), (129, 192)],
 )
 def test_bucket(size, expected):
     assert session.bucket(size) == expected

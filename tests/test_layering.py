@@ -94,10 +94,3 @@ loaded = heavy & {name.split(".")[0] for name in sys.modules}
 assert not loaded, loaded
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_the_planner_needs_no_jax():
-    if not any(name.startswith(NUMPY_ONLY) for name in MODULES):
-        pytest.skip("no planner yet")
-    program = f"import sys, {NUMPY_ONLY}; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,6 +1,7 @@
 """The models of a command, text in and out, and the cache of compiled programs."""
 
 import argparse
+import concurrent.futures
 import dataclasses
 import os
 from typing import Any
@@ -103,10 +104,14 @@ def load(arguments: argparse.Namespace) -> Models:
     _keep_compiled_programs()
     name = arguments.drafter or _default_drafter(arguments.target)
     with failure.of_input():
-        with terminal.status("loading the tokenizer"):
-            text = tokenizer_lib.load_tokenizer(arguments.target)
-        with terminal.status("loading the target"):
-            target, target_params = target_lib.load_target(arguments.target)
+        path = fetch.locate(arguments.target)
+        with (
+            terminal.status("loading the target"),
+            concurrent.futures.ThreadPoolExecutor() as pool,
+        ):
+            tokenizer = pool.submit(tokenizer_lib.load_tokenizer, path)
+            target, target_params = target_lib.load_target(path)
+            text = tokenizer.result()
         drafter: Any = None
         drafter_params: Any = None
         if name == "prompt-lookup":

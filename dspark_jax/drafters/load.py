@@ -8,6 +8,7 @@ from importlib.resources.abc import Traversable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dspark_jax import layers, tensor_files
 from dspark_jax.config import DrafterConfig
@@ -101,7 +102,10 @@ def _widened(
     wanted = layers.dtype_of(config.compute_dtype)
     if wanted.itemsize <= stored.itemsize:
         return config, params
-    widened = jax.tree.map(lambda x: x.astype(wanted), params)
+    # On the host: on the device every shape would compile a program of its own.
+    widened = jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x).astype(wanted)), params
+    )
     return dataclasses.replace(config, param_dtype=config.compute_dtype), widened
 
 
