@@ -45,7 +45,7 @@ def main() -> None:
             max_new_tokens=options.max_new_tokens,
             sampling=sampling,
             options=dspark_jax.Speculation(
-                draft_length=min(options.draft_length, drafter.config.block_size),
+                draft_length=options.draft_length,
                 rule=options.rule,
                 candidates=options.candidates,
             ),
@@ -88,16 +88,14 @@ def summary(temperature: float, records: list, rows: list) -> dict:
         if not chosen:
             continue
         rounds = np.array([row[0].num_rounds for row in chosen])
-        committed = np.array([row[0].accepted_sum for row in chosen])
-        verified = np.sum([row[0].verified_at for row in chosen], axis=0)
+        accepted_sum = np.array([row[0].accepted_sum for row in chosen])
         accepted = np.sum([row[0].accepted_at for row in chosen], axis=0)
-        # Reached slot k: verified it, and accepted all before it.
-        reached = np.minimum(np.concatenate([[verified[0]], accepted[:-1]]), verified)
+        reached = np.sum([row[0].reached_at for row in chosen], axis=0)
         rng = np.random.default_rng(0)
         picks = rng.integers(0, len(chosen), (2000, len(chosen)))
-        draws = committed[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
+        draws = accepted_sum[picks].sum(1) / np.maximum(rounds[picks].sum(1), 1)
         result["domains"][domain] = {
-            "accepted_length": float(committed.sum() / rounds.sum()),
+            "accepted_length": float(accepted_sum.sum() / rounds.sum()),
             "interval_95": [float(x) for x in np.percentile(draws, [2.5, 97.5])],
             "num_prompts": len(chosen),
             "num_rounds": int(rounds.sum()),

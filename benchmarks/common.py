@@ -37,7 +37,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 def load_prompts(path: str, limit: int | None = None) -> list[dict[str, str]]:
     """Prompts, the domains in turn, at most `limit` of each."""
     with open(path, encoding="utf-8") as file:
-        records = [json.loads(line) for line in file]
+        records = [json.loads(line) for line in file if line.strip()]
+    unknown = {record["domain"] for record in records} - set(DOMAINS)
+    if unknown:
+        raise SystemExit(f"{path}: domains other than {DOMAINS}: {sorted(unknown)}")
     by_domain = [
         [record for record in records if record["domain"] == domain][:limit]
         for domain in DOMAINS
@@ -96,9 +99,10 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
     arguments = {
         key: value
         for key, value in vars(options).items()
-        if key not in ("prompts", "output")
+        if key not in ("prompts", "output", "peer")
     }
-    arguments["drafter"] = pathlib.PurePath(options.drafter).name
+    for name in ("drafter", "target"):
+        arguments[name] = pathlib.PurePath(arguments[name]).name
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device.device_kind if device.platform != "cpu" else _cpu_name(),

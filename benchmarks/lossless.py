@@ -89,7 +89,7 @@ def main() -> None:
         ("seeded", options.seeded_temperature, some),
     ):
         sampling = dspark_jax.Sampling(temperature=temperature)
-        differing, rounds, committed = [], 0, 0
+        differing, rounds, accepted_sum = [], 0, 0
         for start in range(0, len(chosen), options.batch):
             part = chosen[start : start + options.batch]
             full = part + part[:1] * (options.batch - len(part))
@@ -103,7 +103,7 @@ def main() -> None:
             )
             for row, i in enumerate(part):
                 rounds += int(b.stats.num_rounds[row])
-                committed += int(b.stats.accepted_sum[row])
+                accepted_sum += int(b.stats.accepted_sum[row])
                 first = len(prompts[i])
                 x, y = (
                     a.tokens[row, first : a.lengths[row]],
@@ -111,9 +111,10 @@ def main() -> None:
                 )
                 if np.array_equal(x, y):
                     continue
-                at = int(
-                    np.argmax(x[: min(len(x), len(y))] != y[: min(len(x), len(y))])
-                )
+                both = min(len(x), len(y))
+                places = np.flatnonzero(x[:both] != y[:both])
+                # One text may be the beginning of the other.
+                at = int(places[0]) if places.size else both
                 text = jnp.asarray(a.tokens[row : row + 1])
                 gap = float(
                     top2_gap(
@@ -137,9 +138,9 @@ def main() -> None:
             "num_prompts": len(chosen),
             "num_equal": len(chosen) - len(differing),
             "differing": differing,
-            "all_gaps_below": options.gap,
+            "gap_allowed": options.gap,
             "is_lossless": all(d["top2_gap"] < options.gap for d in differing),
-            "accepted_length": committed / rounds,
+            "accepted_length": accepted_sum / rounds,
         }
     save("lossless", options, results)
 

@@ -38,6 +38,12 @@ def main() -> None:
     arguments.add_argument("--rule", default="token")
     arguments.add_argument("--peer", help="a python with torch and transformers")
     options = arguments.parse_args()
+    if options.peer and (
+        jax.default_backend() != "cpu"
+        or options.dtype != "float32"
+        or options.temperature
+    ):
+        arguments.error("--peer decodes greedily in float32 on a CPU, and so must we")
     target, target_params, drafter, drafter_params, tokenizer = load_models(options)
     records = load_prompts(options.prompts, options.limit)
     prompts = encode(tokenizer, records)
@@ -46,6 +52,8 @@ def main() -> None:
         drafters[f"dspark K={length}"] = (drafter, drafter_params, length)
     ids = _frequent_ids(options.drafter)
     for size in options.draft_vocabulary:
+        if size > len(ids):
+            raise SystemExit(f"the drafter lists {len(ids)} frequent ids, not {size}")
         small = dspark.with_draft_vocabulary(
             drafter_params, target, target_params, jnp.asarray(ids[:size])
         )
@@ -252,6 +260,8 @@ class Peer:
             metadata={"format": "pt"},
         )
         script = pathlib.Path(__file__).with_name("peer_transformers.py")
+        if not (target.config.tied_embeddings and block.rope.kind == "default"):
+            raise SystemExit("--peer takes a plain Llama with tied embeddings")
         self.process = subprocess.Popen(
             [python, str(script), str(folder)],
             stdin=subprocess.PIPE,

@@ -63,7 +63,9 @@ def round_uniform(streams: Streams) -> Float[Array, "B K"]:
 
 def _streams(key: jax.Array, position: jax.Array, tag: jax.Array) -> Streams:
     """A Threefry key of its own for every (request key, position, tag)."""
-    words = jax.vmap(lambda k: jax.random.bits(k, (2,), jnp.uint32))(key)  # [B, 2]
+    words = jax.random.key_data(
+        key
+    )  # uint32 [B, 2]: `request_keys` makes them Threefry
     words = words.reshape(words.shape[0], *([1] * (position.ndim - 1)), 2)
     return _threefry(words[..., 0], words[..., 1], position.astype(jnp.uint32), tag)
 

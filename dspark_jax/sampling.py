@@ -125,41 +125,44 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
     largest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if sampling.temperature is None:
         return Row(
+            top=jnp.zeros(shape, jnp.float32),
             cut=jnp.full(shape, -jnp.inf, jnp.float32),
             log_normaliser=jnp.zeros(shape, jnp.float32),
             point=largest,
         )
     temperature = sampling.temperature
-    scaled = scale(logits, temperature)
-    top = jnp.max(scaled, axis=-1)
+    top = jnp.max(logits, axis=-1)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)  # inf - inf is NaN
+    scaled = scale(logits, top, temperature)
     cut = jnp.full(shape, -jnp.inf, jnp.float32)
     if sampling.top_k is not None:
         cut = jnp.maximum(cut, _top_k_cut(scaled, sampling.top_k))
     if sampling.top_p is not None:
-        top_p_cut = _top_p_cut(scaled, top, cut, sampling.top_p)
+        top_p_cut = _top_p_cut(scaled, cut, sampling.top_p)
         # At 1 nothing is cut: a tail too small to move the sum must stay.
         cut = jnp.where(sampling.top_p < 1, jnp.maximum(cut, top_p_cut), cut)
     if sampling.min_p is not None:
         # p >= min_p * max p, in logits; log(0) = -inf keeps everything.
-        cut = jnp.maximum(cut, top + jnp.log(sampling.min_p))
-    cut = _between(scaled, cut)
-    # exp(x - inf) must not appear for a row that is not finite.
-    offset = jnp.where(jnp.isfinite(top), top, 0.0)
-    mass = jnp.where(scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0)
-    log_normaliser = offset + jnp.log(jnp.sum(mass, axis=-1))
+        cut = jnp.maximum(cut, jnp.log(sampling.min_p))
+    # The best token stays, whatever a traced setting holds.
+    cut = _between(scaled, jnp.minimum(cut, 0.0))
+    mass = jnp.where(scaled >= cut[..., None], jnp.exp(scaled), 0.0)
     return Row(
+        top=top,
         cut=cut,
-        log_normaliser=log_normaliser,
-        point=jnp.where(temperature == 0, largest, -1).astype(jnp.int32),
+        log_normaliser=jnp.log(jnp.sum(mass, axis=-1)),
+        point=jnp.where(temperature > 0, -1, largest).astype(jnp.int32),
     )
 
 
-def scale(logits: jax.Array, temperature: jax.Array | None) -> jax.Array:
-    """logits / T; T = 0 divides by 1 (such rows are point masses)."""
-    if temperature is None:
-        return logits
+def scale(
+    logits: Float[Array, "... N"],
+    top: Float[Array, "..."],
+    temperature: Float[Array, "..."],
+) -> Float[Array, "... N"]:
+    """(logits - top) / T; T = 0 divides by 1 (such rows are point masses)."""
     safe = jnp.where(temperature > 0, temperature, 1.0)
-    return logits / safe[..., None]
+    return (logits - top[..., None]) / safe[..., None]
 
 
 def probability(
@@ -172,7 +175,7 @@ def probability(
     point = (ids == row.point[..., None]).astype(jnp.float32)
     if temperature is None:
         return point
-    scaled = scale(logits, temperature)
+    scaled = scale(logits, row.top, temperature)
     smooth = jnp.where(
         scaled >= row.cut[..., None],
         jnp.exp(scaled - row.log_normaliser[..., None]),
@@ -187,7 +190,7 @@ def log_probability(
     """log p of one drawn token a row (0 for a point mass on it), float32."""
     if temperature is None:
         return jnp.zeros_like(logit)
-    scaled = scale(logit[..., None], temperature)[..., 0]
+    scaled = scale(logit[..., None], row.top, temperature)[..., 0]
     return jnp.where(row.point >= 0, 0.0, scaled - row.log_normaliser)
 
 
@@ -203,8 +206,9 @@ def draw(
     """
     if temperature is None or gumbel is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = scale(logits, temperature) >= row.cut[..., None]
-    perturbed = jnp.where(kept, logits + temperature[..., None] * gumbel, -jnp.inf)
+    kept = scale(logits, row.top, temperature) >= row.cut[..., None]
+    noise_scale = jnp.maximum(temperature, 0.0)[..., None]
+    perturbed = jnp.where(kept, logits + noise_scale * gumbel, -jnp.inf)
     return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
 
 
@@ -313,17 +317,12 @@ def _top_k_cut(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
     return _largest_float(reaches, scaled.shape[:-1])
 
 
-def _top_p_cut(
-    scaled: jax.Array, top: jax.Array, cut: jax.Array, top_p: jax.Array
-) -> jax.Array:
+def _top_p_cut(scaled: jax.Array, cut: jax.Array, top_p: jax.Array) -> jax.Array:
     """Smallest kept value: token v stays iff the mass strictly above it is < top_p.
 
     Mass(>= t) >= top_p holds up to some largest t; tokens at or above it stay.
     """
-    offset = jnp.where(jnp.isfinite(top), top, 0.0)
-    weight = jnp.where(
-        scaled >= cut[..., None], jnp.exp(scaled - offset[..., None]), 0.0
-    )
+    weight = jnp.where(scaled >= cut[..., None], jnp.exp(scaled), 0.0)
     # Summing in one order everywhere keeps "all of it" equal to the total at top_p = 1.
     total = jnp.sum(weight, axis=-1)
 

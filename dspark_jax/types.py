@@ -64,7 +64,7 @@ class Drafter(NamedTuple):
         state. Rows of committed tokens only, position -1 elsewhere.
       propose: (params, target_params, state, anchor [B], position [B], sampler) ->
         (Draft, state). `position` is the anchor's; `sampler` draws each slot's token
-        (`dspark_jax.sampling.DraftSampler`) and carries the static draft length.
+        (`sampling.make_draft_sampler` makes it) and carries the static draft length.
     """
 
     config: Any
@@ -76,12 +76,14 @@ class Drafter(NamedTuple):
 class Row(flax.struct.PyTreeNode):
     """A sampling distribution over logits, in a form that is evaluated pointwise.
 
-    p(v) = exp(logit(v) / T - log_normaliser) where logit(v) / T >= cut, else 0; a row
-    with `point` >= 0 is instead the point mass on that token (temperature 0, or a draft
-    row that was not finite).
+    With s(v) = (logit(v) - top) / T: p(v) = exp(s(v) - log_normaliser) where
+    s(v) >= cut, else 0. Subtracting the largest logit first keeps p exact at a small T.
+    A row with `point` >= 0 is instead the point mass on that token (temperature 0, or a
+    draft row that was not finite).
     """
 
-    cut: jax.Array  # float32 [...], on logits / T
+    top: jax.Array  # float32 [...], the largest logit
+    cut: jax.Array  # float32 [...], on s
     log_normaliser: jax.Array  # float32 [...]
     point: jax.Array  # int32 [...], -1 = not a point mass
 
@@ -112,7 +114,7 @@ class Verification(flax.struct.PyTreeNode):
 
 
 class Stats(flax.struct.PyTreeNode):
-    """Counts of one generation, per request; see `evaluation` for derived figures.
+    """Counts of one generation, per request, from which the benchmarks are made.
 
     `accepted_length` (τ) is `sum(accepted_sum) / sum(num_rounds)`.
     """
@@ -122,6 +124,7 @@ class Stats(flax.struct.PyTreeNode):
     num_accepted: jax.Array  # int32 [B], drafts accepted
     accepted_sum: jax.Array  # int32 [B], accepted + 1 a round, + 0 if a stop ended it
     verified_at: jax.Array  # int32 [B, K], rounds that verified slot k
+    reached_at: jax.Array  # int32 [B, K], verified slot k, all before it accepted
     accepted_at: jax.Array  # int32 [B, K], rounds that accepted slot k
 
     @property

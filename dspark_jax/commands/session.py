@@ -172,7 +172,9 @@ class Session:
             lowered = function.lower(*arguments, **static)
             is_short = function is not _advance and shapes[0] <= PLANNED_WIDTH
             is_cpu = jax.default_backend() == "cpu"
-            compiled = lowered.compile(_WITHOUT_YNNPACK if is_short and is_cpu else None)
+            compiled = lowered.compile(
+                _WITHOUT_YNNPACK if is_short and is_cpu else None
+            )
             self._programs[name] = (compiled, lowered.out_info)
         return self._programs[name]
 

@@ -81,13 +81,27 @@ def check_confidence(name: str, drafter: Drafter) -> None:
 
 
 def check_state(state: Any, drafter: Drafter | None) -> None:
-    """Raises unless `state` is a DecodeState, made with a drafter if one is given."""
+    """Raises unless `state` is a DecodeState, made with a drafter iff one is given."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"`state` must be a DecodeState, got {type(state).__name__}")
     if drafter is not None and state.drafter_state is None and state.stats is None:
         raise ValueError(
             "`state` was made by a `prefill` without a drafter: it has no context to "
             "draft from"
+        )
+    if drafter is None and state.stats is not None:
+        raise ValueError(
+            "`state` was made with a drafter, whose context plain decoding would leave "
+            "with holes: call `prefill` with drafter=None"
+        )
+
+
+def check_draft_length(state: DecodeState, length: int) -> None:
+    """Raises ValueError unless the state's statistics are those of `length` slots."""
+    if state.stats is not None and state.stats.verified_at.shape[1] != length:
+        raise ValueError(
+            "`options.draft_length` must be that of `prefill`, "
+            f"{state.stats.verified_at.shape[1]}, got {length}"
         )
 
 

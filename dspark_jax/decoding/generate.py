@@ -331,6 +331,7 @@ def speculative_round(
     """
     length = arguments.check_models(target, drafter, options, is_speculative=True)
     arguments.check_state(state, drafter)
+    arguments.check_draft_length(state, length)
     batch = state.tokens.shape[0]
     return round.speculative_step(
         state,

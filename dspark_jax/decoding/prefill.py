@@ -80,7 +80,7 @@ def start(
             jnp.repeat(x, num_samples, axis=0) for x in (hidden, buffer, lengths)
         )
     decode = DecodeState(
-        key=key,
+        key=jnp.copy(key),  # the caller's own keys must survive a donated state
         tokens=buffer,
         lengths=lengths,
         limits=limits,
@@ -245,6 +245,7 @@ def _empty_stats(lengths: Int[Array, "B"], draft_length: int) -> Stats:
         num_accepted=zeros(),
         accepted_sum=zeros(),
         verified_at=zeros(draft_length),
+        reached_at=zeros(draft_length),
         accepted_at=zeros(draft_length),
     )
 

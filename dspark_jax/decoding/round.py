@@ -170,5 +170,6 @@ def _add(
         num_accepted=stats.num_accepted + counted * num_accepted,
         accepted_sum=stats.accepted_sum + counted * accepted,
         verified_at=stats.verified_at + at_slots(window),
+        reached_at=stats.reached_at + at_slots(jnp.minimum(window, num_accepted + 1)),
         accepted_at=stats.accepted_at + at_slots(num_accepted),
     )

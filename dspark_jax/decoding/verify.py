@@ -210,7 +210,9 @@ def _block_bounds(
         weights.append(weight)
         q = draft.probability[:, k - 1]
         ratio = weight * p_drafted[:, k - 1]
-        weight = jnp.where(ratio >= q, 1.0, ratio / jnp.where(q > 0, q, 1.0))
+        # A draft without mass in p never stands, also where q is reported as 0.
+        most = (ratio > 0).astype(jnp.float32)
+        weight = jnp.where(ratio >= q, most, ratio / jnp.where(q > 0, q, 1.0))
         numerator, denominator = weight, jnp.ones_like(weight)
         if k < length:
             # One slot at a time: no [B, K, V] array of probabilities is alive.

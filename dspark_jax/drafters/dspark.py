@@ -10,6 +10,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import kv_cache, layers
@@ -102,12 +103,15 @@ def with_draft_vocabulary(
     Raises:
       ValueError: ids repeated or outside the vocabulary.
     """
-    known = sorted({int(i) for i in ids})
+    given = np.asarray(ids)
+    known = np.unique(given)
     vocab_size = target.config.vocab_size
-    if len(known) != len(ids) or known[0] < 0 or known[-1] >= vocab_size:
+    if known.size == 0:
+        raise ValueError("`ids` must hold at least one token id, got none")
+    if known.size != given.size or known[0] < 0 or known[-1] >= vocab_size:
         raise ValueError(
             f"`ids` must be distinct and lie in 0..{vocab_size - 1}, got "
-            f"{len(ids)} ids, {len(known)} distinct, from {known[0]} to {known[-1]}"
+            f"{given.size} ids, {known.size} distinct, from {known[0]} to {known[-1]}"
         )
     kept = jnp.asarray(known, jnp.int32)
     if params.head is not None:

@@ -102,6 +102,7 @@ def _propose(
         logits=jnp.zeros((*shape, 1), jnp.float32),
         ids=tokens[..., None],
         row=Row(
+            top=jnp.zeros(shape, jnp.float32),
             cut=jnp.full(shape, -jnp.inf, jnp.float32),
             log_normaliser=jnp.zeros(shape, jnp.float32),
             point=tokens,
@@ -138,6 +139,9 @@ def _look_up(
     source = end + 1 + jnp.arange(length, dtype=jnp.int32)
     tokens = jnp.take(text, source, mode="clip")
     offered = jnp.where(is_found, jnp.minimum(length, position - end), 0)
+    # Positions that were never observed hold -1, which is no token to offer.
+    is_known = jnp.cumprod((tokens >= 0).astype(jnp.int32), dtype=jnp.int32)
+    offered = jnp.minimum(offered, jnp.sum(is_known, dtype=jnp.int32))
     # Slots that are not offered still hold a valid id.
     is_offered = jnp.arange(length, dtype=jnp.int32) < offered
     return jnp.where(is_offered, tokens, anchor), offered.astype(jnp.int32)

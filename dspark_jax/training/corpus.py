@@ -100,6 +100,7 @@ def write(
     tokenizer: ChatTokenizer,
     write_rows: Callable[[jax.Array, jax.Array, Prefixes], Rows],
     *,
+    vocab_size: int,
     batch: int,
     max_prefix: int,
     max_batches: int,
@@ -131,7 +132,9 @@ def write(
         rows = write_rows(
             jax.random.fold_in(jax.random.key(seed), index), shared, prefixes
         )
-        done.append(Rows(tokens=_narrow(rows.tokens), loss_mask=rows.loss_mask))
+        done.append(
+            Rows(tokens=_narrow(rows.tokens, vocab_size), loss_mask=rows.loss_mask)
+        )
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done), len(done)
 
 
@@ -164,6 +167,5 @@ def rows_of_step(seed: int, step: int, batch: int, num_rows: int) -> np.ndarray:
     return order[index * batch : (index + 1) * batch].astype(np.int32)
 
 
-def _narrow(tokens: jax.Array) -> jax.Array:
-    # Ids were drawn from the vocabulary; 65,536 is what uint16 holds.
-    return tokens.astype(jnp.uint16)
+def _narrow(tokens: jax.Array, vocab_size: int) -> jax.Array:
+    return tokens.astype(jnp.uint16) if vocab_size <= 2**16 else tokens

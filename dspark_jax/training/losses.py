@@ -13,7 +13,7 @@ and nothing is recomputed. `reference_terms` is the same without chunks, for tes
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -24,14 +24,6 @@ from dspark_jax import layers
 from dspark_jax.types import PyTree, Target
 
 EPSILON = 1e-6  # on the denominator
-
-
-class LossWeights(NamedTuple):
-    """Weights of the three terms; numbers or traced scalars."""
-
-    ce: Any = 0.1
-    l1: Any = 0.9
-    confidence: Any = 1.0
 
 
 class DraftRows(flax.struct.PyTreeNode):

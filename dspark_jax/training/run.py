@@ -32,8 +32,6 @@ from dspark_jax.training.settings import RunConfig
 from dspark_jax.training.step import TrainState
 from dspark_jax.types import PyTree, Target
 
-_BANNED = tuple(i for i in range(17) if i != 2)  # control tokens but the end of turn
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
@@ -177,7 +175,10 @@ def write_corpus(
 ) -> tuple[Rows, int]:
     """Lets the target write rows until a budget is spent."""
     how = corpus.data_config(
-        tokenizer, length=config.row_length, max_user=config.max_user, banned=_BANNED
+        tokenizer,
+        length=config.row_length,
+        max_user=config.max_user,
+        banned=config.never_sampled,
     )
     compiled = jax.jit(data.write_rows, static_argnames=("target", "config"))
 
@@ -188,6 +189,7 @@ def write_corpus(
         config.seed,
         tokenizer,
         write_rows,
+        vocab_size=target.config.vocab_size,
         batch=config.write_rows,
         max_prefix=config.max_prefix,
         max_batches=max_batches,

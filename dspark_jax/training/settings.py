@@ -112,6 +112,7 @@ class RunConfig:
     max_rows: int = 131072
     max_prefix: int = 176
     max_user: int = 96
+    never_sampled: tuple[int, ...] = ()  # control tokens but the end of a turn
     held_out_rows: int = 256
     batch_rows: int = 64
     train_seconds: float = 900.0

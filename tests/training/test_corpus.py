@@ -62,7 +62,12 @@ def fake_rows(key, shared, prefixes):
 
 
 def test_write_keeps_to_its_budgets():
-    settings = {"batch": 4, "max_prefix": 40, "log": lambda text: None}
+    settings = {
+        "vocab_size": 500,
+        "batch": 4,
+        "max_prefix": 40,
+        "log": lambda text: None,
+    }
     rows, count = corpus.write(
         0, TOKENIZER, fake_rows, max_batches=3, seconds=1e9, **settings
     )
@@ -74,6 +79,15 @@ def test_write_keeps_to_its_budgets():
     )
     assert count == 1
     np.testing.assert_array_equal(first.tokens, rows.tokens[:4])
+    wide, _ = corpus.write(
+        0,
+        TOKENIZER,
+        fake_rows,
+        max_batches=1,
+        seconds=0.0,
+        **settings | {"vocab_size": 2**16 + 1},
+    )
+    assert wide.tokens.dtype == jnp.int32  # ids past 65,535 do not wrap around
 
 
 def test_frequent_tokens_are_those_of_answers():
