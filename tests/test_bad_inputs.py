@@ -71,7 +71,7 @@ def state():
         finish=zeros,
         target_cache=(),
         drafter_state=(),
-        stats=Stats(zeros, zeros, zeros, zeros, slots, slots),
+        stats=Stats(zeros, zeros, zeros, zeros, slots, slots, slots),
         logprobs=None,
     )
 

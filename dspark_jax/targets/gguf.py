@@ -124,7 +124,7 @@ class _Cursor:
 
     def __init__(self, path: pathlib.Path, data: np.ndarray):
         self.path = path
-        self.data = memoryview(data)  # type: ignore[arg-type]
+        self.data = data.data
         self.size = len(self.data)
         self.offset = 0
 
