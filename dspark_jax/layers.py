@@ -1,8 +1,7 @@
 """Layers of the Llama/Qwen3 family as pure functions, shared by targets and drafters.
 
-All matrices are stored [out, in], as checkpoints have them. `dot` and `unembed` are the
-only matrix products: in float32 they ask for true float32 (no tf32), because the
-target's one-row and W-row passes must agree.
+All matrices are stored [out, in], as checkpoints have them. In float32 all products ask
+for true float32 (no tf32), because the target's one-row and W-row passes must agree.
 """
 
 import functools

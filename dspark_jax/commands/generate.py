@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-vocabulary",
         type=int,
         metavar="N",
-        help="draft among the N most frequent tokens",
+        help="draft among the N most frequent tokens (default: 8192 for the shipped "
+        "drafter on a CPU, else all)",
     )
     add(
         "--confidence-threshold",

@@ -21,6 +21,8 @@ from dspark_jax.targets import tokenizer as tokenizer_lib
 
 # Steps of plain decoding between two looks of the host.
 PLAIN_STEPS = 16
+# Tokens that the shipped drafter drafts among on a CPU.
+CPU_DRAFT_VOCABULARY = 8192
 
 
 @dataclasses.dataclass
@@ -95,6 +97,18 @@ class Models:
         return ids
 
 
+def _draft_vocabulary(arguments: argparse.Namespace, drafter: str) -> int | None:
+    """How many tokens to draft among: the option, or what pays on this device.
+
+    On a CPU the shipped drafter's head costs as much as its layers; the 8,192 most
+    frequent tokens are exact as well, and faster (benchmarks/results/speed_cpu.json).
+    """
+    asked = arguments.draft_vocabulary
+    if asked is not None or drafter not in drafter_lib.SHIPPED:
+        return asked
+    return CPU_DRAFT_VOCABULARY if jax.default_backend() == "cpu" else None
+
+
 def load(arguments: argparse.Namespace) -> Models:
     """Loads what `dspark generate` was asked for.
 
@@ -124,7 +138,7 @@ def load(arguments: argparse.Namespace) -> Models:
                 name,
                 target,
                 target_params=target_params,
-                draft_vocabulary=arguments.draft_vocabulary,
+                draft_vocabulary=_draft_vocabulary(arguments, name),
             )
         options = Speculation(
             rule=arguments.rule,
