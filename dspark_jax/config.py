@@ -84,8 +84,8 @@ class BlockConfig:
 class DecoderConfig:
     """A decoder-only target of the Llama/Qwen3 family.
 
-    `fingerprint` names the weights by the sizes and the final norm: loaders set it, and a
-    drafter that was trained for another one is refused. An empty one is not checked.
+    `fingerprint` names the weights by their sizes and the final norm: loaders set it,
+    and a drafter trained for another one is refused. An empty one is not checked.
     """
 
     vocab_size: int
