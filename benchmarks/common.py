@@ -67,13 +67,17 @@ def pad(prompts: list[list[int]], multiple: int = 64) -> tuple[jax.Array, jax.Ar
     return jnp.asarray(tokens), jnp.asarray(lengths)
 
 
-def load_models(options: argparse.Namespace, **drafter_options: Any) -> tuple:
+def load_models(
+    options: argparse.Namespace, draft_vocabulary: int | None = None
+) -> tuple:
     """(target, target_params, drafter, drafter_params, tokenizer)."""
     target, target_params = dspark_jax.load_target(
         options.target, param_dtype=options.dtype, compute_dtype=options.dtype
     )
     tokenizer = dspark_jax.load_tokenizer(options.target)
     if options.drafter == "prompt-lookup":
+        if draft_vocabulary is not None:
+            raise SystemExit("--draft-vocabulary needs a trained drafter")
         drafter, drafter_params = dspark_jax.make_prompt_lookup()
     else:
         drafter, drafter_params = dspark_jax.load_drafter(
@@ -81,7 +85,7 @@ def load_models(options: argparse.Namespace, **drafter_options: Any) -> tuple:
             target,
             target_params=target_params,
             compute_dtype=options.dtype,
-            **drafter_options,
+            draft_vocabulary=draft_vocabulary,
         )
     return target, target_params, drafter, drafter_params, tokenizer
 

@@ -26,11 +26,8 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, default=8)
     arguments.add_argument("--gap", type=float, default=5e-4)
     options = arguments.parse_args()
-    more = {}
-    if options.draft_vocabulary:
-        more["draft_vocabulary"] = options.draft_vocabulary
     target, target_params, drafter, drafter_params, tokenizer = load_models(
-        options, **more
+        options, draft_vocabulary=options.draft_vocabulary
     )
     records = load_prompts(options.prompts, options.limit)
     prompts = encode(tokenizer, records)
