@@ -9,7 +9,7 @@ Decoding (one block per request, context keys cached) and training (N anchors pe
 sequence, context keys computed in line) run the same code: blocks are an axis N.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -77,6 +77,9 @@ def block_hidden(
     positions: Int[Array, "B N K"],
     context: Sequence[tuple[Float[Array, "B G S E"], Float[Array, "B G S E"]]],
     visible: Bool[Array, "B N S"],
+    *,
+    in_block: Bool[Array, "B N K"] | None = None,
+    attention: Callable = layers.grouped_attention,
 ) -> Float[Array, "B N K D"]:
     """Hidden states of every slot, after the final norm; slot k predicts a + k + 1.
 
@@ -85,13 +88,16 @@ def block_hidden(
       positions: absolute; a .. a + K - 1.
       context: (keys, values) a layer.
       visible: context tokens that a block sees: those strictly before its anchor.
+      in_block: slots that exist, where blocks are of several lengths; None: all.
+      attention: a function like `layers.grouped_attention`.
     """
+    own = None if in_block is None else in_block[:, :, None]
     x = inputs
     for block_params, (keys, values) in zip(params.layers, context, strict=True):
 
         def attend(query, key, value, keys=keys, values=values):
-            segments = [(keys, values, visible[:, :, None]), (key, value, None)]
-            return layers.grouped_attention(query, segments), None
+            segments = [(keys, values, visible[:, :, None]), (key, value, own)]
+            return attention(query, segments), None
 
         x, _ = layers.block(block_params, config.block, x, positions, attend)
     return layers.rms_norm(x, params.final_norm, config.block.rms_eps)

@@ -1,15 +1,21 @@
 """The training objective: CE + L1 between the slots' distributions + confidence BCE.
 
 L = (sum_k w_k (a CE_k + b |p_k - q_k|_1 + c BCE_k)) / sum_k w_k, w_k = exp(-k/decay) on
-supervised slots (paper eq. 10-12; DeepSpec's one denominator for all terms). Logits
-of all slots would be [A, K, V] float32 for every sequence: they are made, compared and
-differentiated in chunks of anchors instead. The gradient with respect to the logits is
-known in closed form,
+supervised slots (paper eq. 10-12; DeepSpec's one denominator for all terms). Two more
+terms can be asked for: KL(q | p), weighted alike, and the joint L1 of a block,
+-sum_k prod_{i<=k} (1 - |p_i - q_i|_1 / 2), which is minus the expected number of
+accepted drafts of a teacher-forced block.
 
-  d/dx_v = w (a (p_v - [v = label]) + b p_v (s_v - sum_u p_u s_u)),  s = sign(p - q),
+Logits of all slots would be [A, K, V] float32 for every sequence: they are made,
+compared and differentiated in chunks of anchors instead. The gradient with respect to
+the logits is known in closed form,
 
-so one pass gives the loss and the gradients of hidden states and W2: nothing is kept
-and nothing is recomputed. `reference_terms` is the same without chunks, for tests.
+  d/dx_v = w (a (p_v - [v = label]) + d (p_v - q_v)) + c_k p_v (s_v - sum_u p_u s_u),
+
+with s = sign(p - q), c_k = w_k b + j g_k and g_k = half the derivative of the joint
+term by slot k's acceptance (a block's slots lie in one chunk). So one pass gives the
+loss and the gradients of hidden states and W2: nothing is kept, nothing is recomputed.
+`reference_terms` is the same without chunks, for tests.
 """
 
 import functools
@@ -34,11 +40,22 @@ class DraftRows(flax.struct.PyTreeNode):
     w2: jax.Array | None  # [V, R]
 
 
+class TermWeights(NamedTuple):
+    """Weights of one drafter's terms, float32 []; None: the term is not computed."""
+
+    ce: jax.Array
+    l1: jax.Array
+    kl: jax.Array | None = None
+    joint: jax.Array | None = None  # per block, not per weighted slot
+
+
 class SlotTerms(NamedTuple):
     """Per slot, unweighted, without gradient."""
 
     ce: jax.Array  # float32 [B, A, K]
     l1: jax.Array  # float32 [B, A, K]
+    log_ratio: jax.Array  # float32 [B, A, K], log p(label) - log q(label)
+    kl: jax.Array | None = None  # float32 [B, A, K]
 
 
 class ReferenceTerms(NamedTuple):
@@ -49,14 +66,16 @@ class ReferenceTerms(NamedTuple):
     target_logits: jax.Array  # float32 [B, A, K, V], aligned with the labels
     ce: jax.Array  # float32 [B, A, K]
     l1: jax.Array  # float32 [B, A, K]
+    log_ratio: jax.Array  # float32 [B, A, K], as in SlotTerms
+    kl: jax.Array  # float32 [B, A, K], of the target's distribution to the draft's
 
 
 def slot_weights(
-    is_supervised: Bool[Array, "B A K"], decay: float | None
+    is_supervised: Bool[Array, "B A K"], decay: float
 ) -> Float[Array, "B A K"]:
-    """exp(-k / decay) on supervised slots, 0 elsewhere; no decay: 1 on all of them."""
+    """exp(-k / decay) on supervised slots, 0 elsewhere; decay 0: 1 on all of them."""
     weights = is_supervised.astype(jnp.float32)
-    if decay is None:
+    if decay == 0:
         return weights
     slots = jnp.arange(is_supervised.shape[-1], dtype=jnp.float32)[None, None, :]
     return weights * jnp.exp(-slots / jnp.float32(decay))
@@ -72,16 +91,20 @@ def accept_rate(l1: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.clip(1 - l1 / 2, 0.0, 1.0)
 
 
+def expected_accepted(accept: Float[Array, "... K"]) -> Float[Array, "..."]:
+    """sum_k prod_{i<=k} a_i: how many drafts of a block are accepted on average."""
+    return jnp.sum(jnp.cumprod(accept, axis=-1), axis=-1)
+
+
 def vocabulary_loss(
     drafts: tuple[DraftRows, ...],
     head: Float[Array, "V D"],
     target_hidden: Float[Array, "B A K D"],
     labels: Int[Array, "B A K"],
-    weights: Float[Array, "B A K"],
-    ce_weight: Float[Array, ""],
-    l1_weight: Float[Array, ""],
+    weights: tuple[Float[Array, "B A K"], ...],
+    terms: tuple[TermWeights, ...],
     *,
-    chunk_slots: int = 4096,
+    chunk_logits: int = 2**28,
 ) -> tuple[tuple[jax.Array, ...], tuple[SlotTerms, ...]]:
     """The part of each drafter's loss that looks at the vocabulary, chunk by chunk.
 
@@ -91,18 +114,37 @@ def vocabulary_loss(
     Args:
       head: the frozen output matrix, of target and drafters alike (`head_matrix`).
       target_hidden: the target's states that predict the labels.
-      weights: w / (sum w + 1e-6), 0 on unsupervised slots.
-      ce_weight, l1_weight: float32 scalars, traced.
-      chunk_slots: about how many slots have logits at one time; chunks are groups of
-        anchors over the whole batch, so that a sharded batch stays where it is.
+      weights: w / (sum w + 1e-6) of every drafter, 0 on unsupervised slots.
+      terms: what each drafter's loss is made of, traced.
+      chunk_logits: how many float32 logits one drafter may have at one time; chunks are
+        groups of anchors over the whole batch, so that a sharded batch stays where it
+        is, and at least one anchor a sequence.
 
     Returns:
-      sum w (a CE + b L1) per drafter, and the per-slot terms without gradient.
+      sum w (a CE + b L1 + d KL) + j joint per drafter, and the per-slot terms without
+      gradient.
     """
-    losses, terms = _vocabulary_loss(
-        chunk_slots, drafts, head, target_hidden, labels, weights, ce_weight, l1_weight
+    losses, found = _vocabulary_loss(
+        chunk_logits, drafts, head, target_hidden, labels, weights, terms
     )
-    return losses, jax.lax.stop_gradient(terms)
+    return losses, jax.lax.stop_gradient(found)
+
+
+def slot_terms(
+    drafts: tuple[DraftRows, ...],
+    head: Float[Array, "V D"],
+    target_hidden: Float[Array, "B A K D"],
+    labels: Int[Array, "B A K"],
+    *,
+    chunk_logits: int = 2**28,
+) -> tuple[SlotTerms, ...]:
+    """The per-slot terms of every drafter, without gradients."""
+    count = len(drafts)
+    weights = (jnp.zeros(labels.shape, jnp.float32),) * count
+    parts = (TermWeights(jnp.float32(0), jnp.float32(0)),) * count
+    arguments = drafts, head, target_hidden, labels, weights, parts
+    arguments = jax.lax.stop_gradient(arguments)
+    return _run_chunks(chunk_logits, False, *arguments)[1]
 
 
 def reference_terms(
@@ -119,10 +161,11 @@ def reference_terms(
     target = jax.lax.stop_gradient(layers.unembed(target_hidden, head))
     log_p = jax.nn.log_softmax(logits, axis=-1)
     ce = -jnp.take_along_axis(log_p, labels[..., None], axis=-1)[..., 0]
-    distance = jnp.abs(
-        jax.nn.softmax(logits, axis=-1) - jax.nn.softmax(target, axis=-1)
-    )
-    return ReferenceTerms(base, logits, target, ce, jnp.sum(distance, axis=-1))
+    q, log_q = jax.nn.softmax(target, axis=-1), jax.nn.log_softmax(target, axis=-1)
+    distance = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - q), axis=-1)
+    log_ratio = -ce - jnp.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
+    kl = jnp.sum(q * (log_q - log_p), axis=-1)
+    return ReferenceTerms(base, logits, target, ce, distance, log_ratio, kl)
 
 
 def confidence_loss(
@@ -140,15 +183,17 @@ def metrics(
     confidence_logits: Float[Array, "B A K"] | None,
     is_supervised: Bool[Array, "B A K"],
     weights: Float[Array, "B A K"],
+    starts: Float[Array, "B A"] | None = None,
 ) -> dict[str, tuple[jax.Array, jax.Array]]:
     """DeepSpec's training metrics as (numerator, denominator): sum both, then divide.
 
     `accept_rate` is [K], by slot. `tau_probabilistic` is 1 + sum_k prod_{i<=k} accept_i
-    averaged over blocks with a supervised slot: an upper-biased stand-in for τ.
+    averaged over blocks with a supervised slot: an upper-biased stand-in for τ. With
+    the chances `starts` that a round begins at each block, `tau_rounds` is the same
+    average over rounds: what τ is in expectation on texts drawn at temperature 1.
     """
     accept = accept_rate(terms.l1)
     mask = is_supervised.astype(jnp.float32)
-    survival = jnp.cumprod(accept * mask, axis=-1)
     has_slots = mask[..., 0]
     total = jnp.sum(weights)
     found = {
@@ -156,10 +201,16 @@ def metrics(
         "l1_loss": (jnp.sum(weights * terms.l1), total),
         "accept_rate": (jnp.sum(accept * mask, (0, 1)), jnp.sum(mask, (0, 1))),
         "tau_probabilistic": (
-            jnp.sum(has_slots * (1 + jnp.sum(survival, axis=-1))),
+            jnp.sum(has_slots * (1 + expected_accepted(accept * mask))),
             jnp.sum(has_slots),
         ),
     }
+    if starts is not None:
+        rounds = starts * has_slots
+        length = 1 + expected_accepted(accept * mask)
+        found["tau_rounds"] = (jnp.sum(rounds * length), jnp.sum(rounds))
+    if terms.kl is not None:
+        found["kl_loss"] = (jnp.sum(weights * terms.kl), total)
     if confidence_logits is not None:
         confidence = jax.nn.sigmoid(confidence_logits)
         error = confidence - accept
@@ -184,43 +235,44 @@ def head_matrix(target: Target, target_params: PyTree) -> Float[Array, "V D"]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _vocabulary_loss(chunk_slots, *arguments):
-    return _run_chunks(chunk_slots, False, *arguments)[:2]
+def _vocabulary_loss(chunk_logits, *arguments):
+    return _run_chunks(chunk_logits, False, *arguments)[:2]
 
 
-def _forward(chunk_slots, *arguments):
-    losses, terms, gradients = _run_chunks(chunk_slots, True, *arguments)
+def _forward(chunk_logits, *arguments):
+    losses, terms, gradients = _run_chunks(chunk_logits, True, *arguments)
     return (losses, terms), (gradients, arguments)
 
 
-def _backward(chunk_slots, saved, cotangents):
-    gradients, (_, head, target_hidden, _, weights, _, _) = saved
+def _backward(chunk_logits, saved, cotangents):
+    gradients, (_, head, target_hidden, _, weights, terms) = saved
     drafts = tuple(
         jax.tree.map(lambda x, scale=scale: x * scale.astype(x.dtype), gradient)
         for gradient, scale in zip(gradients, cotangents[0], strict=True)
     )
     # Frozen or constant: zeros that nobody reads are removed by the compiler.
-    zero = jnp.float32(0)
-    frozen = jnp.zeros_like(head), jnp.zeros_like(target_hidden)
-    return (drafts, *frozen, None, jnp.zeros_like(weights), zero, zero)
+    head, target_hidden, weights, terms = jax.tree.map(
+        jnp.zeros_like, (head, target_hidden, weights, terms)
+    )
+    return drafts, head, target_hidden, None, weights, terms
 
 
 _vocabulary_loss.defvjp(_forward, _backward)
 
 
 def _run_chunks(
-    chunk_slots,
+    chunk_logits,
     with_gradient,
     drafts,
     head,
     target_hidden,
     labels,
     weights,
-    ce_weight,
-    l1_weight,
+    term_weights,
 ):
     batch, num_anchors, block_size = labels.shape
-    per_chunk = _anchors_per_chunk(num_anchors, batch * block_size, chunk_slots)
+    logits_per_anchor = batch * block_size * head.shape[0]
+    per_chunk = _anchors_per_chunk(num_anchors, logits_per_anchor, chunk_logits)
     matrices = tuple(_matrix(head, draft) for draft in drafts)
 
     def split(x):  # [B, A, ...] -> [chunks, B, anchors of a chunk, ...]
@@ -232,21 +284,15 @@ def _run_chunks(
         return x.reshape(batch, num_anchors, *x.shape[3:])
 
     def chunk(w2_gradients, rows):
-        inputs, target_rows, label, weight = rows
+        inputs, target_rows, label, row_weights = rows
         target_logits = _logits(target_rows, head)
         target_norm = jax.nn.logsumexp(target_logits, axis=-1, keepdims=True)
         outputs, accumulated = [], []
-        for row, matrix, w2_gradient in zip(
-            inputs, matrices, w2_gradients, strict=True
+        for row, matrix, w2_gradient, weight, parts in zip(
+            inputs, matrices, w2_gradients, row_weights, term_weights, strict=True
         ):
             terms, gradient = _compare(
-                _logits(row, matrix),
-                target_logits,
-                target_norm,
-                label,
-                weight,
-                ce_weight,
-                l1_weight,
+                _logits(row, matrix), target_logits, target_norm, label, weight, parts
             )
             row_gradient = None
             if with_gradient:
@@ -271,7 +317,8 @@ def _run_chunks(
     outputs = jax.tree.map(join, outputs)
     terms = tuple(SlotTerms(*output[0]) for output in outputs)
     losses = tuple(
-        jnp.sum(weights * (ce_weight * term.ce + l1_weight * term.l1)) for term in terms
+        _total(term, weight, parts)
+        for term, weight, parts in zip(terms, weights, term_weights, strict=True)
     )
     if not with_gradient:
         return losses, terms, None
@@ -284,7 +331,7 @@ def _run_chunks(
     return losses, terms, gradients
 
 
-def _compare(logits, target_logits, target_norm, label, weight, ce_weight, l1_weight):
+def _compare(logits, target_logits, target_norm, label, weight, parts):
     """Per-slot terms and d(loss)/d(logits), all float32 [B, a, K, V]."""
     norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     p = jnp.exp(logits - norm)
@@ -293,12 +340,53 @@ def _compare(logits, target_logits, target_norm, label, weight, ce_weight, l1_we
     sign = jnp.sign(difference)
     l1 = jnp.sum(jnp.abs(difference), axis=-1)
     mean_sign = jnp.sum(p * sign, axis=-1, keepdims=True)
-    label_logit = jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
-    ce = norm[..., 0] - label_logit
+    ce = norm[..., 0] - _label_logit(logits, label)
+    log_ratio = -ce - (_label_logit(target_logits, label) - target_norm[..., 0])
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     one_hot = (index == label[..., None]).astype(jnp.float32)
-    gradient = ce_weight * (p - one_hot) + l1_weight * p * (sign - mean_sign)
-    return SlotTerms(ce, l1), weight[..., None] * gradient
+    l1_factor = weight * parts.l1
+    if parts.joint is not None:
+        l1_factor = l1_factor + parts.joint * _joint_factor(l1, weight > 0)
+    gradient = (weight * parts.ce)[..., None] * (p - one_hot)
+    gradient = gradient + l1_factor[..., None] * p * (sign - mean_sign)
+    kl = None
+    if parts.kl is not None:
+        difference_in_nats = (target_logits - target_norm) - (logits - norm)
+        kl = jnp.sum(q * difference_in_nats, axis=-1)
+        gradient = gradient + (weight * parts.kl)[..., None] * difference
+    return SlotTerms(ce, l1, log_ratio, kl), gradient
+
+
+def _label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(logits, label[..., None], axis=-1)[..., 0]
+
+
+def _total(term: SlotTerms, weight: jax.Array, parts: TermWeights) -> jax.Array:
+    slots = parts.ce * term.ce + parts.l1 * term.l1
+    if parts.kl is not None:
+        slots = slots + parts.kl * term.kl
+    total = jnp.sum(weight * slots)
+    if parts.joint is not None:
+        accept = accept_rate(term.l1) * (weight > 0).astype(jnp.float32)
+        total = total - parts.joint * jnp.sum(expected_accepted(accept))
+    return total
+
+
+def _joint_factor(l1: jax.Array, is_supervised: jax.Array) -> jax.Array:
+    """d(-sum_k prod_{i<=k} a_i) / d(l1_j) = sum_{k>=j} prod_{i<=k, i != j} a_i / 2."""
+    accept = accept_rate(l1) * is_supervised.astype(jnp.float32)
+    ahead = jnp.ones_like(accept[..., 0])
+    factors = []
+    for slot in reversed(range(accept.shape[-1])):
+        # ahead = 1 + a_{j+1} (1 + a_{j+2} (...)): what follows slot j, itself left out.
+        factors.append(ahead)
+        ahead = 1 + accept[..., slot] * ahead
+    survival = jnp.cumprod(accept, axis=-1)
+    before = jnp.concatenate(
+        [jnp.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1
+    )
+    found = before * jnp.stack(factors[::-1], axis=-1) / 2
+    return jnp.where(is_supervised, found, 0.0)
 
 
 def _rows(draft: DraftRows) -> jax.Array:
@@ -355,13 +443,11 @@ def _outer(gradient: jax.Array, feature: jax.Array) -> jax.Array:
     )  # [V, R]
 
 
-def _anchors_per_chunk(
-    num_anchors: int, slots_per_anchor: int, chunk_slots: int
-) -> int:
-    """The largest divisor of num_anchors that keeps a chunk at or below chunk_slots."""
+def _anchors_per_chunk(num_anchors: int, logits_per_anchor: int, limit: int) -> int:
+    """The largest divisor of num_anchors whose logits stay within the limit, or 1."""
     fits = [
         count
         for count in range(1, num_anchors + 1)
-        if num_anchors % count == 0 and count * slots_per_anchor <= chunk_slots
+        if num_anchors % count == 0 and count * logits_per_anchor <= limit
     ]
     return max(fits, default=1)

@@ -4,6 +4,7 @@ Previous tokens are those of the text (teacher forcing). Several drafters share 
 blocks and the target's distributions; their losses do not mix.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -14,10 +15,10 @@ from jaxtyping import Array, Float
 from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, dspark, markov
+from dspark_jax.training import anchor_attention, losses, target_states
 from dspark_jax.training import anchors as anchors_lib
-from dspark_jax.training import losses, target_states
 from dspark_jax.training.anchors import Anchors
-from dspark_jax.training.settings import TrainConfig
+from dspark_jax.training.settings import LossConfig, Recipe, TrainConfig
 from dspark_jax.training.target_states import Batch, TargetStates
 
 
@@ -39,17 +40,21 @@ def evaluate(
     anchors: Anchors,
     embed: Callable[[jax.Array], jax.Array],
     head: Float[Array, "V D"],
-    ce: Float[Array, ""],
+    ce: Float[Array, "N"],
     *,
     drafters: tuple[DrafterConfig, ...],
+    recipes: tuple[Recipe, ...],
     config: TrainConfig,
+    on_policy: bool = False,
 ) -> tuple[Outcome, ...]:
     """Losses and metrics of every drafter on given anchors.
 
     Args:
       embed: the frozen embedding that drafters share with their target, ids -> rows.
       head: the frozen output matrix likewise (`losses.head_matrix`).
-      ce: the weight of CE, float32, traced.
+      ce: the weight of CE of every drafter, float32, traced.
+      on_policy: `anchors` are `anchors.everywhere`, and a block weighs as much as it is
+        likely to be one of the drafter's own rounds.
     """
     blocks = anchors_lib.make_blocks(
         batch.tokens,
@@ -58,82 +63,142 @@ def evaluate(
         block_size=drafters[0].block_size,
         mask_token=drafters[0].mask_token,
     )
-    weights = losses.slot_weights(blocks.is_supervised, config.loss_decay)
     dtype = layers.dtype_of(drafters[0].compute_dtype)
     inputs = jax.lax.stop_gradient(embed(blocks.inputs).astype(dtype))
     drafts, confidences = [], []
-    for drafter_params, drafter in zip(params, drafters, strict=True):
+    for drafter_params, drafter, recipe in zip(params, drafters, recipes, strict=True):
         rows, confidence_logits = draft_rows(
-            drafter_params, drafter, blocks, anchors, states, inputs, config.tap_scale
+            drafter_params,
+            drafter,
+            blocks,
+            anchors,
+            states,
+            inputs,
+            recipe=recipe,
+            config=config,
         )
         drafts.append(rows)
         confidences.append(confidence_logits)
-    vocabulary, terms = losses.vocabulary_loss(
+    head = jax.lax.stop_gradient(head.astype(dtype))
+    target_rows = anchors_lib.target_rows(states.hidden, blocks).astype(dtype)
+    starts: list[jax.Array | None] = [None] * len(drafters)
+    if on_policy:
+        now = losses.slot_terms(
+            tuple(drafts),
+            head,
+            target_rows,
+            blocks.labels,
+            chunk_logits=config.chunk_logits,
+        )
+        starts = [
+            anchors_lib.round_starts(
+                jnp.where(
+                    blocks.is_supervised, jnp.exp(jnp.minimum(x.log_ratio, 0)), 0
+                ),
+                batch.loss_mask,
+            )
+            for x in now
+        ]
+    weights = tuple(
+        losses.slot_weights(blocks.is_supervised, recipe.loss.decay)
+        * (jnp.float32(1) if start is None else start[..., None])
+        for recipe, start in zip(recipes, starts, strict=True)
+    )
+    epsilon = jnp.float32(losses.EPSILON)
+    terms = tuple(
+        _term_weights(recipe.loss, weight, jnp.sum(slots[..., 0]) + epsilon)
+        for recipe, weight, slots in zip(recipes, ce, weights, strict=True)
+    )
+    vocabulary, found_terms = losses.vocabulary_loss(
         tuple(drafts),
-        jax.lax.stop_gradient(head.astype(dtype)),
-        anchors_lib.target_rows(states.hidden, blocks).astype(dtype),
+        head,
+        target_rows,
         blocks.labels,
-        weights / (jnp.sum(weights) + jnp.float32(losses.EPSILON)),
-        ce,
-        jnp.float32(config.l1_weight),
-        chunk_slots=config.chunk_slots,
+        tuple(weight / (jnp.sum(weight) + epsilon) for weight in weights),
+        terms,
+        chunk_logits=config.chunk_logits,
     )
     outcomes = []
-    for loss, term, logits in zip(vocabulary, terms, confidences, strict=True):
+    for loss, term, logits, weight, recipe, start in zip(
+        vocabulary, found_terms, confidences, weights, recipes, starts, strict=True
+    ):
         if logits is not None:
             bce = losses.confidence_loss(logits, losses.accept_rate(term.l1))
-            mean = losses.weighted_mean(bce, weights)
-            loss = loss + jnp.float32(config.confidence_weight) * mean
-        found = losses.metrics(term, logits, blocks.is_supervised, weights)
+            mean = losses.weighted_mean(bce, weight)
+            loss = loss + jnp.float32(recipe.loss.confidence_weight) * mean
+        found = losses.metrics(term, logits, blocks.is_supervised, weight, start)
         found = jax.lax.stop_gradient(found)
         outcomes.append(Outcome(loss, jnp.float32(0), found))
     return tuple(outcomes)
 
 
+def _term_weights(
+    loss: LossConfig, ce: jax.Array, num_blocks: jax.Array
+) -> losses.TermWeights:
+    return losses.TermWeights(
+        ce=ce,
+        l1=jnp.float32(loss.l1_weight),
+        kl=jnp.float32(loss.kl_weight) if loss.kl_weight else None,
+        joint=jnp.float32(loss.joint_weight) / num_blocks
+        if loss.joint_weight
+        else None,
+    )
+
+
 def draft_rows(
     params: dspark.DSparkParams,
-    config: DrafterConfig,
+    drafter: DrafterConfig,
     blocks: anchors_lib.Blocks,
     anchors: Anchors,
     states: TargetStates,
     inputs: Float[Array, "B A K D"],
-    tap_scale: tuple[float, ...] = (),
+    *,
+    recipe: Recipe,
+    config: TrainConfig,
 ) -> tuple[losses.DraftRows, jax.Array | None]:
     """One drafter's hidden states, Markov features and confidence logits of all slots.
 
     Args:
       inputs: embeddings of `blocks.inputs`.
-      tap_scale: as in `TrainConfig`.
     """
     batch, length = states.hidden.shape[:2]
-    taps = target_states.scale_taps(states.taps.astype(inputs.dtype), tap_scale)
-    features = backbone.context_features(params.backbone, config, taps)
+    taps = states.taps.astype(inputs.dtype)
+    taps = target_states.scale_taps(taps, config.tap_scale)
+    if recipe.trainable == "heads":
+        body = jax.lax.stop_gradient(params.backbone)
+        params = dataclasses.replace(params, backbone=body)
+    features = backbone.context_features(params.backbone, drafter, taps)
     positions = jnp.arange(length, dtype=jnp.int32)
     context = [
         (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2))
         for key, value in backbone.context_keys_values(
             params.backbone,
-            config,
+            drafter,
             features,
             jnp.broadcast_to(positions[None], (batch, length)),
         )
     ]
     hidden = backbone.block_hidden(
         params.backbone,
-        config,
+        drafter,
         inputs,
         blocks.positions,
         context,
         anchors_lib.visible(anchors, length),
+        in_block=blocks.is_present,
+        attention=anchor_attention.cudnn
+        if config.attention == "cudnn"
+        else layers.grouped_attention,
     )
     feature = embedding = w2 = None
     if params.markov is not None:
-        embedding = markov.embedding(params.markov, config, blocks.previous)
-        feature = markov.features(params.markov, config, hidden, embedding)
+        embedding = markov.embedding(params.markov, drafter, blocks.previous)
+        feature = markov.features(params.markov, drafter, hidden, embedding)
         w2 = params.markov.w2
     confidence_logits = None
     if params.confidence is not None:
-        confidence_logits = confidence.logits(
-            params.confidence, config, hidden, embedding
-        )
+        seen = (hidden, embedding)
+        if recipe.loss.cut_confidence:
+            seen = jax.lax.stop_gradient(seen)
+        confidence_logits = confidence.logits(params.confidence, drafter, *seen)
     return losses.DraftRows(hidden, feature, w2), confidence_logits

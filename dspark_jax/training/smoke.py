@@ -122,7 +122,7 @@ def tiny_config(config: RunConfig) -> RunConfig:
         batch_rows=4,
         log_every=5,
         train=dataclasses.replace(
-            config.train, num_anchors=8, chunk_slots=64, attention="xla"
+            config.train, num_anchors=8, chunk_logits=64 * 512, attention="xla"
         ),
     )
 
@@ -238,16 +238,17 @@ def _vocabulary_pieces(config: RunConfig, drafters: tuple, head: jax.Array) -> d
             head,
             hidden,
             labels,
-            weights,
-            jnp.float32(0.1),
-            jnp.float32(0.9),
-            chunk_slots=chunk_slots,
+            (weights,) * len(drafts),
+            (losses.TermWeights(jnp.float32(0.1), jnp.float32(0.9)),) * len(drafts),
+            chunk_logits=chunk_slots * head.shape[0],
         )
         return sum(found)
 
     result: dict[str, float] = {}
     for chunk_slots in (1024, 2048, 4096, 8192, 16384):
-        gradient = jax.grad(functools.partial(loss, chunk_slots=chunk_slots))
+        gradient = jax.grad(
+            functools.partial(loss, chunk_logits=chunk_slots * head.shape[0])
+        )
         result |= _timed(
             f"vocabulary_{chunk_slots}",
             gradient,
@@ -281,7 +282,9 @@ def _body(
     )
 
     def loss(params, *rest):
-        rows, _ = objective.draft_rows(params, drafter, *rest)
+        rows, _ = objective.draft_rows(
+            params, drafter, *rest, recipe=settings.Recipe(), config=config.train
+        )
         return jnp.sum(jnp.square(rows.hidden.astype(jnp.float32)))
 
     inputs = embed(blocks.inputs)

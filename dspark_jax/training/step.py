@@ -24,7 +24,7 @@ from dspark_jax.training import losses, objective
 from dspark_jax.training import target_states as target_states_lib
 from dspark_jax.training.anchors import Anchors
 from dspark_jax.training.objective import Outcome
-from dspark_jax.training.settings import TrainConfig
+from dspark_jax.training.settings import Recipe, TrainConfig
 from dspark_jax.training.target_states import Batch, TargetStates
 from dspark_jax.types import PyTree, Target
 
@@ -105,14 +105,16 @@ def train_step(
     batch: Batch,
     target_params: PyTree,
     rate: Float[Array, ""],
-    ce: Float[Array, ""] | None = None,
+    ce: Float[Array, "N"] | None = None,
     *,
     target: Target,
     drafters: tuple[DrafterConfig, ...],
     config: TrainConfig,
+    recipes: tuple[Recipe, ...] | None = None,
     head: Float[Array, "V D"] | None = None,
     anchors: Anchors | None = None,
     states: TargetStates | None = None,
+    on_policy: bool = False,
 ) -> tuple[TrainState, tuple[Outcome, ...]]:
     """One optimiser step of every drafter; donate `state`.
 
@@ -123,10 +125,15 @@ def train_step(
       key: one typed key; draws the anchors.
       batch: tokens [B, S], or [U, B, S] for U micro-steps that are averaged equally.
       target_params: of `target`; not differentiated.
-      rate, ce: learning rate and CE weight of this step, float32 scalars, traced.
+      rate: learning rate of this step, float32, traced.
+      ce: every drafter's CE weight in this step, float32, traced; None: the loss's own.
+      recipes: one a drafter; None: all have `config.loss`.
       head: `losses.head_matrix(target, target_params)`, to save making it every step.
       anchors, states: given instead of sampled and computed ([U, ...] as well): blocks
         of one's own, or the target's states from a cache.
+      on_policy: a block at every position, weighted by the chance that one of the
+        drafter's own rounds begins there; `num_anchors` is not used. Costs as much as
+        S anchors a sequence: give it fewer sequences.
 
     Raises:
       ValueError: drafters that cannot share a pass.
@@ -135,8 +142,10 @@ def train_step(
     if head is None:
         head = losses.head_matrix(target, target_params)
     embed = functools.partial(target.embed, target_params)
+    if recipes is None:
+        recipes = (Recipe(loss=config.loss),) * len(drafters)
     if ce is None:
-        ce = jnp.float32(config.ce_weight)
+        ce = jnp.asarray([recipe.loss.ce_weight for recipe in recipes], jnp.float32)
 
     def micro_step(key, batch, anchors, states):
         if states is None:
@@ -148,7 +157,10 @@ def train_step(
                 config.attention,
             )
         if anchors is None:
-            anchors = anchors_lib.sample(key, batch.loss_mask, config.num_anchors)
+            if on_policy:
+                anchors = anchors_lib.everywhere(batch.loss_mask)
+            else:
+                anchors = sample_anchors(key, batch, drafters[0], config)
         return gradients(
             state.params,
             batch,
@@ -158,7 +170,9 @@ def train_step(
             head,
             ce,
             drafters=drafters,
+            recipes=recipes,
             config=config,
+            on_policy=on_policy,
         )
 
     if batch.tokens.ndim == 2:
@@ -181,6 +195,14 @@ def train_step(
         for outcome, gradient in zip(outcomes, grads, strict=True)
     )
     return apply_gradients(state, grads, rate, config), outcomes
+
+
+def sample_anchors(
+    key: jax.Array, batch: Batch, drafter: DrafterConfig, config: TrainConfig
+) -> Anchors:
+    """The anchors of one micro-step, whole blocks or of random lengths."""
+    sizes = (config.min_block, drafter.block_size) if config.min_block else None
+    return anchors_lib.sample(key, batch.loss_mask, config.num_anchors, sizes=sizes)
 
 
 def apply_gradients(
@@ -212,13 +234,21 @@ def gradients(
     anchors: Anchors,
     embed: Callable[[jax.Array], jax.Array],
     head: Float[Array, "V D"],
-    ce: Float[Array, ""],
+    ce: Float[Array, "N"],
     *,
     drafters: tuple[DrafterConfig, ...],
+    recipes: tuple[Recipe, ...],
     config: TrainConfig,
+    on_policy: bool = False,
 ) -> tuple[tuple[dspark.DSparkParams, ...], tuple[Outcome, ...]]:
     """Gradients of every drafter's own loss, and what `objective.evaluate` gives."""
-    evaluate = functools.partial(objective.evaluate, drafters=drafters, config=config)
+    evaluate = functools.partial(
+        objective.evaluate,
+        drafters=drafters,
+        recipes=recipes,
+        config=config,
+        on_policy=on_policy,
+    )
 
     def total(params: tuple[dspark.DSparkParams, ...]) -> tuple[jax.Array, tuple]:
         outcomes = evaluate(params, batch, states, anchors, embed, head, ce)

@@ -29,7 +29,12 @@ from dspark_jax.training import (
 from dspark_jax.training import step as step_lib
 from dspark_jax.training.data import Rows
 from dspark_jax.training.objective import Outcome
-from dspark_jax.training.settings import DrafterSpec, RunConfig, TrainConfig
+from dspark_jax.training.settings import (
+    DrafterSpec,
+    Recipe,
+    RunConfig,
+    TrainConfig,
+)
 from dspark_jax.training.step import TrainState
 from dspark_jax.training.target_states import Batch
 from dspark_jax.types import PyTree, Target
@@ -58,7 +63,9 @@ class Trainer:
             "target": target,
             "drafters": drafters,
             "config": train,
+            "recipes": settings.recipes(config),
         }
+        self.recipes = settings.recipes(config)
         self._step = jax.jit(
             functools.partial(_corpus_step, **static), donate_argnames=("state",)
         )
@@ -73,7 +80,7 @@ class Trainer:
             self.config.seed, index, self.config.batch_rows, self.rows.tokens.shape[0]
         )
         rate = settings.learning_rate(index, total, self.train_config)
-        ce = settings.ce_weight(index, total, self.train_config)
+        ce = settings.ce_weights(index, total, self.recipes)
         return self.compiled(
             state=state,
             key=self.key,
@@ -82,7 +89,7 @@ class Trainer:
             target_params=self.target_params,
             head=self.head,
             rate=jnp.float32(rate),
-            ce=jnp.float32(ce),
+            ce=jnp.asarray(ce, jnp.float32),
         )
 
     def compile(self, state: TrainState) -> None:
@@ -96,7 +103,7 @@ class Trainer:
             target_params=self.target_params,
             head=self.head,
             rate=jnp.float32(0),
-            ce=jnp.float32(0),
+            ce=jnp.zeros(len(self.recipes), jnp.float32),
         )
         self.compiled = lowered.compile()
         self.compile_seconds = time.monotonic() - start
@@ -193,6 +200,7 @@ def _corpus_step(
     *,
     target: Target,
     drafters: tuple[DrafterConfig, ...],
+    recipes: tuple[Recipe, ...],
     config: TrainConfig,
 ) -> tuple[TrainState, tuple[Outcome, ...]]:
     return step_lib.train_step(
@@ -204,6 +212,7 @@ def _corpus_step(
         ce,
         target=target,
         drafters=drafters,
+        recipes=recipes,
         config=config,
         head=head,
     )
@@ -219,6 +228,7 @@ def _corpus_loss(
     *,
     target: Target,
     drafters: tuple[DrafterConfig, ...],
+    recipes: tuple[Recipe, ...],
     config: TrainConfig,
 ) -> tuple[Outcome, ...]:
     batch = take(corpus_rows, index)
@@ -233,8 +243,9 @@ def _corpus_loss(
         anchors.sample(key, batch.loss_mask, config.num_anchors),
         functools.partial(target.embed, target_params),
         head,
-        jnp.float32(config.ce_weight),
+        jnp.asarray([recipe.loss.ce_weight for recipe in recipes], jnp.float32),
         drafters=drafters,
+        recipes=recipes,
         config=config,
     )
 

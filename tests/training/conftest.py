@@ -42,15 +42,17 @@ class Case:
         return layers.embed(self.table, ids, jnp.float32)
 
     def train_config(self, **changes):
-        given = {
-            "num_anchors": self.hyper["num_anchors"],
+        loss = {
             "ce_weight": self.hyper["ce_loss_alpha"],
             "l1_weight": self.hyper["l1_loss_alpha"],
             "confidence_weight": self.hyper["confidence_head_alpha"],
-            "loss_decay": self.hyper["loss_decay_gamma"],
-            "chunk_slots": 30,
+            "decay": self.hyper["loss_decay_gamma"],
         }
-        return settings.TrainConfig(**(given | changes))
+        loss |= {name: changes.pop(name) for name in loss if name in changes}
+        given = {"num_anchors": self.hyper["num_anchors"], "chunk_logits": 30 * 128}
+        loss["decay"] = loss["decay"] or 0.0  # DeepSpec: None switches it off
+        loss = settings.LossConfig(**loss)
+        return settings.TrainConfig(**(given | changes), loss=loss)
 
     def gradients(self, config, params=None, rows=None):
         """Gradients under DeepSpec's names, and the outcome."""
@@ -65,11 +67,12 @@ class Case:
                 head,
                 ce,
                 drafters=(self.config,),
+                recipes=(settings.Recipe(loss=config.loss),),
                 config=config,
             )
 
         params = self.params if params is None else params
-        ce = jnp.float32(config.ce_weight)
+        ce = jnp.asarray([config.loss.ce_weight], jnp.float32)
         (gradient,), (outcome,) = run(params, rows, self.head, ce)
         return self.named(gradient), outcome
 

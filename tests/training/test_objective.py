@@ -9,7 +9,7 @@ import pytest
 from dspark_jax import layers
 from dspark_jax.drafters import backbone
 from dspark_jax.training import anchors as anchors_lib
-from dspark_jax.training import losses, objective
+from dspark_jax.training import losses, objective, settings
 
 # All nine golden cases pass; three are stored here.
 CASES = ("dspark_vanilla_b7", "dspark_gated_b4", "dspark_rnn_b4")
@@ -29,7 +29,14 @@ def test_forward_equals_deepspec(load_case, name):
     )
     inputs = case.embed(blocks.inputs)
     rows, confidence = objective.draft_rows(
-        case.params, case.config, blocks, case.anchors, case.states, inputs
+        case.params,
+        case.config,
+        blocks,
+        case.anchors,
+        case.states,
+        inputs,
+        recipe=settings.Recipe(),
+        config=case.train_config(),
     )
     terms = losses.reference_terms(
         rows,
@@ -57,6 +64,8 @@ def test_forward_equals_deepspec(load_case, name):
             case.anchors,
             case.states,
             inputs,
+            recipe=settings.Recipe(),
+            config=case.train_config(),
         )[0].hidden
         theirs = jnp.asarray(case.tensors[f"mid.draft_layer_{layer}_output"])
         theirs = theirs.reshape(hidden.shape)
@@ -127,7 +136,7 @@ def test_single_terms_equal_deepspec(load_case, name, term):
         "ce_loss_alpha": "ce_weight",
         "l1_loss_alpha": "l1_weight",
         "confidence_head_alpha": "confidence_weight",
-        "loss_decay_gamma": "loss_decay",
+        "loss_decay_gamma": "decay",
     }
     changes = {ours: about[theirs] for theirs, ours in keys.items() if theirs in about}
     gradient, outcome = case.gradients(case.train_config(**changes))

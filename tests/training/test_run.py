@@ -21,7 +21,7 @@ def _config(root):
     config = config_lib.load_toml(root / "configs" / "smollm2_dspark.toml", RunConfig)
     config = smoke.tiny_config(config)
     drafters = tuple(dataclasses.replace(d, num_layers=1) for d in config.drafters)
-    train = dataclasses.replace(config.train, chunk_slots=1000)
+    train = dataclasses.replace(config.train, chunk_logits=2**19)
     return dataclasses.replace(
         config,
         compute_dtype="float32",

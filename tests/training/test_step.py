@@ -163,7 +163,10 @@ def test_loss_falls_and_nothing_recompiles(small):
     for index in range(25):
         rate = settings.learning_rate(index, 25, config)
         state, outcomes = run(
-            jax.random.key(index), state, jnp.float32(rate), jnp.float32(0.1)
+            jax.random.key(index),
+            state,
+            jnp.float32(rate),
+            jnp.full(2, 0.1, jnp.float32),
         )
         found.append([float(outcome.loss) for outcome in outcomes])
     assert np.all(np.mean(found[-5:], axis=0) < 0.9 * np.mean(found[:3], axis=0))
