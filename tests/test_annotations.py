@@ -84,6 +84,6 @@ def test_signatures_hold_at_run_time(tmp_path):
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "PYTHONPATH": package},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([package, *sys.path])},
     )
     assert done.stdout == "checked\n", done.stderr[-3000:]

@@ -45,6 +45,10 @@ def test_threefry_is_that_of_jax():
     np.testing.assert_array_equal(jnp.concatenate(found), expected)
 
 
+# The words are the same everywhere; logarithms differ by an ulp of their argument from
+# device to device, which near G = 0 (argument 1) is an absolute 1.2e-7.
+ROUNDING = {"rtol": 2e-6, "atol": 2.4e-7}
+
 # Made once and never to be changed: a release that draws other words for a key is
 # another generator.
 TOKEN_VALUES = (
@@ -72,7 +76,7 @@ def test_token_noise_is_pinned():
     ids = jnp.tile(jnp.asarray([[0, 1, 49151]], jnp.int32), (3, 1))
     position = jnp.asarray([0, 7, 8191], jnp.int32)
     found = token_gumbel(keys(), position, ids)
-    np.testing.assert_allclose(found, TOKEN_VALUES, rtol=2e-6)
+    np.testing.assert_allclose(found, TOKEN_VALUES, **ROUNDING)
 
 
 def test_round_noise_is_pinned():
@@ -80,7 +84,7 @@ def test_round_noise_is_pinned():
     position = jnp.asarray([0, 7, 8191], jnp.int32)
     draft = round_streams(keys(), position, 3, noise.DRAFT)
     found = round_gumbel(draft, 2, ids)
-    np.testing.assert_allclose(found, DRAFT_VALUES, rtol=2e-6)
+    np.testing.assert_allclose(found, DRAFT_VALUES, **ROUNDING)
     accept = round_streams(keys(), position, 3, noise.ACCEPT)
     np.testing.assert_array_equal(
         round_uniform(accept), np.asarray(ACCEPT_VALUES, np.float32)

@@ -6,6 +6,8 @@ along "fsdp": each array on its longest axis that the size of "fsdp" divides. Su
 the batch are global, so that one denominator holds for all devices (DeepSpec's rule).
 """
 
+from collections.abc import Sequence
+
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -16,17 +18,22 @@ AXES = ("data", "fsdp")
 _SMALL = 2**14  # elements; smaller arrays are copied
 
 
-def make_mesh(data_parallel: int = 0, fsdp: int = 1) -> Mesh:
+def make_mesh(
+    data_parallel: int = 0,
+    fsdp: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
     """A mesh of data_parallel x fsdp devices with automatic axes.
 
     Args:
       data_parallel: copies of the parameters; 0: as many as the devices allow.
       fsdp: devices among which one copy is cut.
+      devices: to choose from, in order; None: all.
 
     Raises:
       ValueError: the devices do not suffice, or `fsdp` does not divide them.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     if fsdp < 1 or data_parallel < 0:
         raise ValueError(
             "data_parallel must be at least 0 and fsdp at least 1, got "

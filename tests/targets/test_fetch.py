@@ -176,7 +176,8 @@ def test_cache_dir(monkeypatch, platform, environment, expected):
 
 
 @pytest.mark.parametrize("source", ["none", "none.gguf", "a/b/c", "org/x.gguf", "../x"])
-def test_unknown_sources_are_refused(source):
+def test_unknown_sources_are_refused(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         FileNotFoundError, match="`source` must be 'smollm2-135m', a fo"
     ):

@@ -30,8 +30,13 @@ def test_joined_equals_grouped(slots, context, several_sizes):
         index = jnp.arange(slots, dtype=jnp.int32)
         in_block = (index[None, None] < sizes[..., None])[:, :, None]
     segments = [(*shared, visible), (*own, in_block)]
+
+    def joined(query, segments):
+        with jax.default_matmul_precision("highest"):  # a GPU would use TF32
+            return anchor_attention.joined(query, segments, "xla")
+
     expected = layers.grouped_attention(query, segments)
-    found = anchor_attention.joined(query, segments, "xla")
+    found = joined(query, segments)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
     def loss(function):
@@ -41,7 +46,7 @@ def test_joined_equals_grouped(slots, context, several_sizes):
 
         return jax.grad(run, argnums=(0, 1, 2))(query, shared, own)
 
-    ours = loss(lambda q, s: anchor_attention.joined(q, s, "xla"))
+    ours = loss(joined)
     theirs = loss(layers.grouped_attention)
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-6)

@@ -9,6 +9,11 @@ import pytest
 from dspark_jax.training import settings, sharding, step
 
 
+def make_mesh(data=0, fsdp=1):
+    """Of eight CPU devices, also where there is a GPU."""
+    return sharding.make_mesh(data, fsdp, jax.devices("cpu"))
+
+
 @pytest.mark.parametrize(("data", "fsdp"), [(8, 1), (1, 8), (2, 4)])
 def test_a_step_on_eight_devices_equals_one(small, data, fsdp, monkeypatch):
     monkeypatch.setattr(sharding, "_SMALL", 1)
@@ -33,8 +38,10 @@ def test_a_step_on_eight_devices_equals_one(small, data, fsdp, monkeypatch):
             config=config,
         )
 
+    cpu = jax.devices("cpu")[0]
+    state, batch, target_params = jax.device_put((state, batch, target_params), cpu)
     expected, outcomes = run(state, batch, target_params)
-    mesh = sharding.make_mesh(data, fsdp)
+    mesh = make_mesh(data, fsdp)
     everywhere = sharding.replicated(mesh)
     spread = jax.device_put(state, sharding.state_sharding(mesh, state))
     if fsdp > 1:
@@ -75,16 +82,16 @@ def _first_moments(state):
 )
 def test_bad_meshes(arguments, message):
     with pytest.raises(ValueError, match=message):
-        sharding.make_mesh(*arguments)
+        make_mesh(*arguments)
 
 
 def test_all_devices_are_used_by_default():
-    assert dict(sharding.make_mesh().shape) == {"data": 8, "fsdp": 1}
-    assert dict(sharding.make_mesh(fsdp=2).shape) == {"data": 4, "fsdp": 2}
+    assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1}
+    assert dict(make_mesh(fsdp=2).shape) == {"data": 4, "fsdp": 2}
 
 
 def test_small_arrays_are_copied():
-    mesh = sharding.make_mesh(1, 8)
+    mesh = make_mesh(1, 8)
     found = sharding.state_sharding(
         mesh, {"big": jnp.zeros((8, 4096)), "small": jnp.zeros(64)}
     )

@@ -79,7 +79,8 @@ def test_two_devices_equal_two_ranks(load_case, golden):
     expected = safetensors.numpy.load_file(
         golden / "distributed" / "dspark_vanilla_b7_two_rank_grads.safetensors"
     )
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    devices = jax.devices("cpu")[:2]  # also where there is a GPU
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     by_row = NamedSharding(mesh, P("data"))
     everywhere = NamedSharding(mesh, P())
     rows = jax.device_put((case.batch, case.states, case.anchors), by_row)
