@@ -4,6 +4,8 @@ Rows are appended and then committed: the folder always holds a valid corpus, an
 an interrupted run left behind its last commit is cut off when it is continued.
 """
 
+import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -130,6 +132,34 @@ class CorpusWriter:
         tokens_file.write(np.pad(tokens, padding).astype(self._dtype).tobytes())
         mask_file.write(packed.tobytes())
         self.num_rows[length] += tokens.shape[0]
+
+    def progress(self, settings: Mapping[str, Any], like: Any) -> Any:
+        """The counts of the last commit, as an object like `like`.
+
+        Args:
+          settings: what made the rows; kept in the counts as `settings`.
+          like: a dataclass of counts with a field `settings`.
+
+        Raises:
+          ValueError: the corpus was made otherwise.
+        """
+        settings = json.loads(json.dumps(settings))  # lists, as they are read back
+        if not self.num_rows and not self.counts:
+            return dataclasses.replace(like, settings=settings)
+        where = self.folder / corpus_files.FILE
+        if set(self.counts) != set(dataclasses.asdict(like)):
+            raise ValueError(
+                f"{where} cannot be continued: another command has made it"
+            )
+        known = self.counts["settings"]
+        for name in sorted(set(settings) | set(known)):
+            ours, theirs = settings.get(name), known.get(name)
+            if ours != theirs:
+                raise ValueError(
+                    f"{where} cannot be continued: it was made with {name} {theirs!r}, "
+                    f"not {ours!r}"
+                )
+        return type(like)(**self.counts)
 
     def commit(self, counts: Mapping[str, Any]) -> None:
         """Makes everything added so far part of the corpus.

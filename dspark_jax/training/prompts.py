@@ -19,6 +19,7 @@ import numpy as np
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 FILE = "prompts.toml"
+DOMAINS = ("maths", "code", "instruction")
 
 
 @functools.cache
@@ -28,12 +29,12 @@ def texts() -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def make_prompts(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` complete prompts: 40 % word problems, 30 % code, 30 % instructions."""
+def make_prompts(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+    """`count` (domain, text): 40 % maths, 30 % code, 30 % instructions."""
     documented = documented_functions()
     makers = (_word_problem, _code, _instruction)
     kinds = rng.choice(len(makers), size=count, p=(0.4, 0.3, 0.3))
-    return [makers[kind](rng, documented) for kind in kinds]
+    return [(DOMAINS[kind], makers[kind](rng, documented)) for kind in kinds]
 
 
 @functools.cache

@@ -127,3 +127,41 @@ def _messages(values: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+class RecordWriter:
+    """Appends records to a JSONL file.
+
+    Args:
+      path: made if it is not there.
+      num_records: records that stay; what follows them is cut off.
+
+    Raises:
+      ValueError: the file has fewer records.
+    """
+
+    def __init__(self, path: str | os.PathLike, num_records: int = 0):
+        self._file = pathlib.Path(path).open("a+b")  # noqa: SIM115 (__exit__ closes)
+        self._file.seek(0)
+        for number in range(num_records):
+            if not self._file.readline().endswith(b"\n"):
+                self._file.close()
+                raise ValueError(
+                    f"{path} must have {num_records} records to go on, it has {number}"
+                )
+        self._file.truncate(self._file.tell())
+
+    def __enter__(self) -> "RecordWriter":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._file.close()
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Appends one record."""
+        self._file.write(json.dumps(values, ensure_ascii=False).encode() + b"\n")
+
+    def sync(self) -> None:
+        """Waits until everything written has reached the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())

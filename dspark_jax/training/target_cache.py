@@ -269,15 +269,15 @@ def _check_manifest(path: pathlib.Path, manifest: dict[str, Any]) -> None:
             f"{path}: shards must be a list of {manifest['num_shards']} entries"
         )
     for number, shard in enumerate(shards):
-        name: Any = shard.get("file_name") if isinstance(shard, dict) else None
-        if not isinstance(name, str) or shard.get("shard_id") != number:
+        file: Any = shard.get("file_name") if isinstance(shard, dict) else None
+        if not isinstance(file, str) or shard.get("shard_id") != number:
             raise ValueError(
                 f"{path}: shard {number} must have this shard_id and a file_name, got "
                 f"{shard!r}"
             )
-        if not name or set(name) & set('/\\:"\0') or name.startswith("."):
+        if not file or set(file) & set('/\\:"\0') or file.startswith("."):
             raise ValueError(
-                f"{path}: shards must be files of the same folder, got {name!r}"
+                f"{path}: shards must be files of the same folder, got {file!r}"
             )
 
 
