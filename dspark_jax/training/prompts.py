@@ -102,13 +102,9 @@ def _code(rng: np.random.Generator, documented: Sequence) -> str:
     indented = "\n    ".join(doc.splitlines())
     code = f'def {name}{signature}:\n    """{indented}\n    """\n'
     template = _pick(rng, texts()["documented"])
-    # The docstring may hold braces: no formatting after it is in.
-    for slot, value in (("{function}", name), ("{doc}", doc), ("{code}", code)):
-        if slot in template:
-            before, after = template.split(slot, 1)
-            template = before + value + after
-            break
-    return template
+    values = {"function": name, "doc": doc, "code": code}
+    # In one pass: the docstring may hold braces itself.
+    return re.sub(r"\{(function|doc|code)\}", lambda m: values[m[1]], template)
 
 
 def _instruction(rng: np.random.Generator, documented: Sequence) -> str:

@@ -44,6 +44,7 @@ class SynthesisConfig:
       max_repeated: rows with a greater share of repeated 20-grams are dropped.
       same_prompt: rows kept of one and the same first turn.
       min_loss_tokens: rows with fewer answer tokens are dropped.
+      prompts: names the prompts of `draw`, for a run that is continued.
     """
 
     seed: int = 0
@@ -56,6 +57,7 @@ class SynthesisConfig:
     max_repeated: float = 0.3
     same_prompt: int = 4
     min_loss_tokens: int = MIN_LOSS_TOKENS
+    prompts: str = ""
 
     def __post_init__(self):
         for name in ("batch_rows", "max_prefix", "max_user", "same_prompt"):

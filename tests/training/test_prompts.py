@@ -37,6 +37,12 @@ def test_prompts_are_reproducible_and_varied():
     assert sum('"""' in prompt for prompt in texts) > 20
 
 
+def test_no_slot_stays_empty():
+    found = prompts.make_prompts(np.random.default_rng(2), 400)
+    for slot in ("{doc}", "{code}", "{function}"):
+        assert not [text for _, text in found if slot in text]
+
+
 def test_documented_functions_print_no_addresses():
     found = prompts.documented_functions()
     assert len(found) > 500
