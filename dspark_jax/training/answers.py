@@ -121,20 +121,24 @@ class Answerer:
     """Compiled generation, and the ids of turns."""
 
     def __init__(self, models: Models, tokenizer: Tokenizer, config: AnswerConfig):
-        self._models, self._tokenizer, self._config = models, tokenizer, config
+        self._tokenizer, self._config = tokenizer, config
         self._last = models.target.config.max_position
         stops = {*tokenizer.stop_tokens, *models.target.config.stop_tokens}
-        self._stop_tokens = np.asarray(sorted(stops) or [-1], np.int32)
         self._chat = corpus.chat_tokens(tokenizer)
-        static: dict[str, Any] = {
+        self._inputs: dict[str, Any] = {
             "target": models.target,
+            "target_params": models.target_params,
             "max_new_tokens": config.max_new_tokens,
+            "sampling": config.sampling(),
+            "stop_tokens": np.asarray(sorted(stops) or [-1], np.int32),
         }
-        function: Any = generate.autoregressive_generate
         if models.drafter is not None:
-            function = generate.speculative_generate
-            static |= {"drafter": models.drafter, "options": models.options}
-        self._generate = jax.jit(functools.partial(function, **static))
+            self._inputs |= {
+                "drafter": models.drafter,
+                "drafter_params": models.drafter_params,
+                "options": models.options,
+            }
+        self._generate = _compiled(models.drafter is not None)
 
     def all_turns(self, chats: Sequence[Chat]) -> None:
         """Answers every user turn of these records, one turn of all at a time."""
@@ -190,18 +194,7 @@ class Answerer:
         keys = jax.vmap(jax.random.fold_in, (None, 0))(
             jax.random.key(self._config.seed), jnp.asarray(names)
         )
-        arguments: dict[str, Any] = {"target_params": self._models.target_params}
-        if self._models.drafter is not None:
-            arguments["drafter_params"] = self._models.drafter_params
-        found = self._generate(
-            keys,
-            tokens,
-            sizes,
-            limits=limits,
-            sampling=self._config.sampling(),
-            stop_tokens=self._stop_tokens,
-            **arguments,
-        )
+        found = self._generate(keys, tokens, sizes, limits=limits, **self._inputs)
         out, ends, finish = jax.device_get((found.tokens, found.lengths, found.finish))
         for row, chat in enumerate(chats):
             if finish[row] == types.FINISH_NON_FINITE:
@@ -216,6 +209,16 @@ class Answerer:
             if is_cut:
                 chat.is_cut = True
                 chat.waiting.clear()
+
+
+@functools.cache
+def _compiled(is_speculative: bool) -> Any:
+    """One program serves every answerer of the same models and shapes."""
+    static = ["target", "max_new_tokens"]
+    if not is_speculative:
+        return jax.jit(generate.autoregressive_generate, static_argnames=static)
+    static += ["drafter", "options"]
+    return jax.jit(generate.speculative_generate, static_argnames=static)
 
 
 def drops_thoughts(tokenizer: Tokenizer) -> bool:

@@ -168,8 +168,8 @@ def test_another_target_is_refused(folder):
 
 
 def test_missing_files_are_named(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="it has no corpus.json"):
+    with pytest.raises(FileNotFoundError, match=r"it has no corpus\.json"):
         corpus_files.load_corpus(tmp_path)
     (folder / "loss_mask_12.npy").unlink()
-    with pytest.raises(FileNotFoundError, match="loss_mask_12.npy is missing"):
+    with pytest.raises(FileNotFoundError, match=r"loss_mask_12\.npy is missing"):
         corpus_files.load_corpus(folder)

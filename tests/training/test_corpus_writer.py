@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.training import corpus_files, corpus_writer
+from dspark_jax.training.data import Rows
 
 
 @dataclasses.dataclass
@@ -94,9 +95,7 @@ def test_progress_knows_its_settings(tmp_path):
         writer.commit(dataclasses.asdict(counts))
     with open_writer(tmp_path, resume=True) as writer:
         assert writer.progress({"sizes": (1, 2)}, Counts()).num_rows == 3
-        with pytest.raises(
-            ValueError, match=r"made with sizes \[1, 2\], not \[1, 3\]"
-        ):
+        with pytest.raises(ValueError, match=r"made with sizes \[1, 2\], not \[1, 3\]"):
             writer.progress({"sizes": (1, 3)}, Counts())
     about = json.loads((tmp_path / "corpus.json").read_text())
     (tmp_path / "corpus.json").write_text(json.dumps(about | {"counts": {"a": 1}}))
@@ -123,8 +122,7 @@ def test_bad_rows_are_refused(tmp_path, arguments, message):
 
 
 def test_two_buckets_of_one_length_are_refused(tmp_path):
-    from dspark_jax.training.data import Rows
-
-    one = Rows(*rows(1))
+    tokens, mask = rows(1)
+    one = Rows(tokens=tokens, loss_mask=mask)
     with pytest.raises(ValueError, match=r"distinct lengths, got \[10, 10\]"):
         corpus_writer.save_corpus(tmp_path, [one, one], vocab_size=100)
