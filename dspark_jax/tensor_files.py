@@ -98,15 +98,22 @@ def read_tensor(folder: str | os.PathLike, name: str) -> np.ndarray:
     folder = pathlib.Path(folder)
     path = folder / SINGLE_FILE
     if not path.is_file():
-        if not (folder / INDEX_FILE).is_file():
-            return read_folder(folder)[name]  # says what is missing
-        shards = _read_index(folder / INDEX_FILE)
-        path = folder / next((s for s, names in shards.items() if name in names), "")
+        index_path = folder / INDEX_FILE
+        if not index_path.is_file():
+            raise FileNotFoundError(
+                f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only "
+                "safetensors weights are read"
+            )
+        shards = _read_index(index_path)
+        shard = _first(s for s, names in shards.items() if name in names)
+        if shard is None:
+            raise ValueError(f"{index_path} does not name {name!r}")
+        path = folder / shard
     try:
         with safetensors.safe_open(path, framework="np") as file:
             return file.get_tensor(name)
-    except (safetensors.SafetensorError, IsADirectoryError) as error:
-        raise ValueError(f"{path} has no readable tensor {name!r}: {error}") from error
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: {name!r} cannot be read: {error}") from error
 
 
 def write(

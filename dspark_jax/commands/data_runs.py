@@ -220,11 +220,10 @@ def _write(arguments: argparse.Namespace, work: Callable) -> int:
 
     def log(counts: Any) -> None:
         seconds = time.monotonic() - started
-        speed = counts.num_supervised / seconds
-        progress.show(
-            f"{counts.num_rows} rows, {counts.num_supervised} answer tokens, "
-            f"{speed:.0f} a second, {seconds:.0f} s"
-        )
+        message = f"{counts.num_rows} rows, {counts.num_supervised} answer tokens"
+        if not getattr(arguments, "resume", False):  # all of them are this run's
+            message += f", {counts.num_supervised / seconds:.0f} a second"
+        progress.show(f"{message}, {seconds:.0f} s")
 
     # Ctrl-C ends a batch's work where batches are committed, and all of it elsewhere.
     batches: Any = terminal.interruptible()

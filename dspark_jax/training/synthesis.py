@@ -28,6 +28,7 @@ from dspark_jax.training.records import RecordWriter
 from dspark_jax.types import PyTree, Target
 
 CONVERSATIONS = "conversations.jsonl"
+_NOTED = 4096  # rows that are read at a time when a run is continued
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +165,8 @@ def synthesize(
         sieve = Sieve(config, how.end_of_turn)
         if counts.num_rows:
             for bucket in corpus_files.load_corpus(folder).buckets:
-                sieve.note(bucket.take(slice(None)))
+                for begin in range(0, bucket.num_rows, _NOTED):
+                    sieve.note(bucket.take(slice(begin, begin + _NOTED)))
         with RecordWriter(folder / CONVERSATIONS, counts.num_rows) as records:
             batches = corpus.write_batches(
                 config.seed,

@@ -1,12 +1,15 @@
 """`dspark data`: its four subcommands on a tiny target, and how they say no."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 
 from dspark_jax import cli
-from dspark_jax.training import corpus_files
+from dspark_jax.commands import terminal
+from dspark_jax.targets import fetch
+from dspark_jax.training import corpus_files, corpus_writer
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +64,18 @@ def test_synthesize_and_show(capsys, chat_target, tmp_path):
     status, out, _ = run(capsys, "show", folder, "--target", chat_target.folder)
     assert status == 0
     assert "--- row" in out
+
+
+def test_ctrl_c_leaves_a_corpus(capsys, monkeypatch, chat_target, tmp_path):
+    always = contextlib.nullcontext(lambda: True)
+    monkeypatch.setattr(terminal, "interruptible", lambda: always)
+    arguments = synthesize(chat_target, tmp_path)
+    status, out, err = run(capsys, *arguments, "--seconds", 1e6, "--json")
+    assert status == 130
+    report = json.loads(out)
+    assert (report["is_interrupted"], report["num_batches"]) == (True, 1)
+    assert "4 rows written in 1 batches" in err
+    assert corpus_files.load_corpus(tmp_path).num_rows == report["num_rows"]
 
 
 def test_own_prompts_are_used(capsys, chat_target, tmp_path):
@@ -160,7 +175,7 @@ def test_bad_input_is_one_line(capsys, monkeypatch, tmp_path, arguments, message
 
 
 def test_another_tokenizer_is_refused(capsys, chat_target, tmp_path):
-    with corpus_files_writer(tmp_path / "corpus") as writer:
+    with corpus_writer.CorpusWriter(tmp_path / "corpus", vocab_size=50) as writer:
         writer.add(np.ones((1, 8), np.int32), np.ones((1, 8), np.bool_))
         writer.commit({})
     status, _, err = run(
@@ -168,12 +183,6 @@ def test_another_tokenizer_is_refused(capsys, chat_target, tmp_path):
     )
     assert status == 2
     assert "was made for a vocabulary of 50 tokens, the tokenizer of" in err
-
-
-def corpus_files_writer(folder):
-    from dspark_jax.training import corpus_writer
-
-    return corpus_writer.CorpusWriter(folder, vocab_size=50)
 
 
 @pytest.mark.parametrize("name", ["", "synthesize", "regenerate", "tokenize", "show"])
@@ -187,6 +196,8 @@ def test_help_has_examples(capsys, name):
 
 @pytest.mark.slow
 def test_the_real_target_writes(capsys, tmp_path):
+    if not (fetch.cache_dir() / fetch.FILE_NAME).is_file():
+        pytest.skip("the default target is not in the cache")
     arguments = ["synthesize", tmp_path, "--length", 96, "--max-prompt", 48]
     report = run_json(
         capsys, *arguments, "--batch-rows", 4, "--seconds", 1, "--min-loss-tokens", 4
