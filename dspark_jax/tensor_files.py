@@ -88,6 +88,34 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     return tensors
 
 
+def read_tensor(folder: str | os.PathLike, name: str) -> np.ndarray:
+    """Reads one tensor of a Hugging Face folder, nothing else of its shard.
+
+    Raises:
+      FileNotFoundError: the folder has neither `model.safetensors` nor an index.
+      ValueError: a damaged file, or no such tensor.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / SINGLE_FILE
+    if not path.is_file():
+        index_path = folder / INDEX_FILE
+        if not index_path.is_file():
+            raise FileNotFoundError(
+                f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only "
+                "safetensors weights are read"
+            )
+        shards = _read_index(index_path)
+        shard = _first(s for s, names in shards.items() if name in names)
+        if shard is None:
+            raise ValueError(f"{index_path} does not name {name!r}")
+        path = folder / shard
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return file.get_tensor(name)
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path}: {name!r} cannot be read: {error}") from error
+
+
 def write(
     path: str | os.PathLike,
     tensors: Mapping[str, Any],

@@ -203,3 +203,22 @@ def test_written_files_have_the_usual_permissions(tmp_path):
 def test_check_tensors_names_the_first_of_each(tensors, message):
     with pytest.raises(ValueError, match=message):
         tensor_files.check_tensors(tensors, {"a": (2, 3), "b": (1,)}, "here")
+
+
+def test_one_tensor_is_read(tmp_path):
+    values = {"a": np.arange(3, dtype=np.float32), "b": np.ones(2, BF16)}
+    for name, value in values.items():
+        tensor_files.write(tmp_path / f"{name}.safetensors", {name: value})
+    index = {"weight_map": {name: f"{name}.safetensors" for name in values}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = tensor_files.read_tensor(tmp_path, "b")
+    assert found.dtype == BF16
+    np.testing.assert_array_equal(found, values["b"])
+    with pytest.raises(ValueError, match=r"index\.json does not name 'c'"):
+        tensor_files.read_tensor(tmp_path, "c")
+    tensor_files.write(tmp_path / "model.safetensors", values)
+    np.testing.assert_array_equal(tensor_files.read_tensor(tmp_path, "a"), values["a"])
+    with pytest.raises(ValueError, match=r"model\.safetensors: 'c' cannot be read"):
+        tensor_files.read_tensor(tmp_path, "c")
+    with pytest.raises(FileNotFoundError, match="has neither model"):
+        tensor_files.read_tensor(tmp_path / "none", "a")

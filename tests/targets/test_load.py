@@ -76,6 +76,19 @@ def test_golden_targets_give_the_reference_prefill(golden, name, case, taps):
             np.testing.assert_allclose(found[0], want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["qwen3_untied", "qwen3_tied"])
+def test_the_configuration_alone_has_the_same_fingerprint(golden, name):
+    target, _ = load.load_target(golden / "targets" / name)
+    found = load.load_config(golden / "targets" / name)
+    assert found.fingerprint == target.config.fingerprint
+    assert found.vocab_size == target.config.vocab_size
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load.load_config(tmp_path)
+
+
 @pytest.mark.parametrize("name", LLAMA)
 def test_logits_equal_those_of_transformers(golden, name):
     folder = golden / "llama" / name

@@ -57,6 +57,25 @@ def test_golden_conversations_give_the_reference_ids(tiny, golden):
     assert num_compared == 7
 
 
+def test_rendered_chats_are_the_reference_texts(tiny, golden):
+    cases = chats(golden)
+    system = {"role": "system", "content": cases["template"]["system_prompt"]}
+    for record in cases["train_records"]:
+        messages = record["conversations"]
+        if messages[0]["role"] != "system":
+            messages = [system, *messages]
+        text = tiny.render_chat(messages)
+        ids = tiny.encode(text, add_special_tokens=False)
+        assert ids[: record["max_length"]] == record["input_ids"], record["name"]
+
+
+def test_control_tokens_are_the_special_ones(tiny, smollm2):
+    assert smollm2.control_tokens == tuple(range(17))
+    names = [tiny.decode([i], skip_special_tokens=False) for i in tiny.control_tokens]
+    assert "<|im_start|>" in names
+    assert "<think>" not in names
+
+
 def test_golden_prompt_without_thinking(tiny, golden):
     for case in chats(golden)["eval_prompts"]:
         ids = tiny.encode_chat(

@@ -3,13 +3,17 @@
 import dataclasses
 import functools
 import json
+import pathlib
+import shutil
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 import safetensors.numpy
+import tokenizers
 
+import dspark_jax
 from dspark_jax import layers
 from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig
 from dspark_jax.interop import deepspec
@@ -145,3 +149,37 @@ def small():
     tokens = jax.random.randint(jax.random.key(1), (8, 20), 0, 29)
     batch = target_states.Batch(tokens=tokens, loss_mask=jnp.ones((8, 20), jnp.bool_))
     return target, params, drafters, batch
+
+
+@dataclasses.dataclass
+class ChatTarget:
+    """A tiny target with a byte tokenizer and a ChatML template."""
+
+    folder: pathlib.Path
+    target: object
+    params: object
+    tokenizer: object
+
+
+@pytest.fixture(scope="session")
+def chat_target(tmp_path_factory, golden):
+    folder = tmp_path_factory.mktemp("chat_target")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(golden / "targets" / "qwen3_untied" / name, folder)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    printable = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # space, newline
+    others = sorted(set(byte_level.alphabet()) - set(printable))
+    vocab = {token: i for i, token in enumerate(printable + others[:30])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = byte_level(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}"
+    )
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    target, params = dspark_jax.load_target(folder)
+    return ChatTarget(folder, target, params, dspark_jax.load_tokenizer(folder))
