@@ -73,7 +73,8 @@ def of_rows(
     trained = Rows(
         tokens=rows.tokens[held_out_rows:], loss_mask=rows.loss_mask[held_out_rows:]
     )
-    supervised = trained.loss_mask[:, :-1] & trained.loss_mask[:, 1:]
+    # An anchor needs a supervised successor.
+    has_anchor = np.any(rows.loss_mask[:, :-1] & rows.loss_mask[:, 1:], axis=1)
     tokens = trained.tokens[trained.loss_mask].astype(np.int64)
     return TrainingData(
         batches=RowBatches(trained, seed, batch_rows),
@@ -88,7 +89,7 @@ def of_rows(
             "num_held_out_rows": held_out_rows,
             "num_tokens": int(rows.tokens.size),
             "num_supervised_tokens": int(rows.loss_mask.sum()),
-            "num_unsupervised_rows": int(np.sum(~supervised.any(axis=1))),
+            "num_unsupervised_rows": int(np.sum(~has_anchor)),
         },
     )
 

@@ -96,6 +96,7 @@ class Checkpoints:
         Raises:
           ValueError: the checkpoint holds other arrays.
         """
+        self._checkpointer.wait()
         stored = self._checkpointer.metadata(step).metadata
         found, wanted = _shapes(stored), _shapes(like)
         for name in sorted(found.keys() | wanted.keys()):
@@ -127,7 +128,7 @@ def load_rows(path: str | os.PathLike) -> tuple[Rows, int]:
       ValueError: a damaged file, or arrays that are no corpus.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             tokens, bits = file["tokens"], file["loss_mask"]
             num_batches = int(file["num_batches"])
     except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:

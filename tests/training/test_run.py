@@ -71,9 +71,10 @@ def test_a_run_leaves_its_files(config, target, finished):
         assert data.startswith(b"\x89PNG")
     assert list((path / "events").glob("events.out.tfevents.*"))
     assert tensor_files.read_json(path / "run.json")["step"] == 6
-    # Six steps teach nothing, and the run says so.
-    assert set(result["failing"]) == names
-    assert any("short training: 6 steps" in x for x in result["possible_causes"])
+    # This target mostly repeats its last token, which is soon learnt.
+    assert result["failing"] == {}
+    assert result["findings"]["steps"] == 6
+    assert result["findings"]["epochs"] == 1.0
 
 
 def test_the_resolved_configuration_is_the_configuration(config, finished):
@@ -130,27 +131,21 @@ def test_records_past_the_restored_step_are_dropped(
     assert "resumed at step 0/6, 1 records dropped" in capsys.readouterr().err
 
 
-def test_micro_steps_and_devices_change_rounding_only(
-    config, tiny, target, finished, tmp_path
-):
-    changed = tiny.replaced(config, data_parallel=2, micro_steps=2, steps=2)
+def test_more_devices_change_rounding_only(config, tiny, target, finished, tmp_path):
+    # One drafter compiles faster, and trains as it does beside another.
+    changed = tiny.replaced(config, data_parallel=2, drafters=config.drafters[1:])
     start(tiny, target, tmp_path / "d", changed)
-    found, expected = records_of(tmp_path / "d"), records_of(finished[0])
-    assert found[0]["batches"] == expected[0]["batches"]
-    # Other anchors, since every micro-step draws its own; the data are the same.
-    spec = config.drafters[0].name
-    for record in (found[0], expected[0]):
-        assert np.isfinite(record["drafters"][spec]["loss"])
-    more_devices = tiny.replaced(config, data_parallel=4, steps=2)
-    start(tiny, target, tmp_path / "e", more_devices)
-    alone = tiny.replaced(config, data_parallel=1, steps=2)
-    start(tiny, target, tmp_path / "f", alone)
-    four, one = records_of(tmp_path / "e")[0], records_of(tmp_path / "f")[0]
-    assert four["anchors"] == one["anchors"]
-    for name, record in one["drafters"].items():
-        np.testing.assert_allclose(
-            four["drafters"][name]["loss"], record["loss"], rtol=1e-4
-        )
+    name = config.drafters[1].name
+    for found, expected in zip(
+        records_of(tmp_path / "d"), records_of(finished[0]), strict=True
+    ):
+        for kind in ("batches", "anchors"):
+            assert found.get(kind) == expected.get(kind)
+        for kind in ("drafters", "held_out"):
+            if kind in expected:
+                np.testing.assert_allclose(
+                    found[kind][name]["loss"], expected[kind][name]["loss"], rtol=1e-4
+                )
 
 
 @pytest.mark.parametrize(
@@ -194,7 +189,7 @@ def test_losses_that_are_not_finite_end_the_run(
     monkeypatch.setattr(
         trainer_lib.settings, "learning_rate", lambda *arguments: float("nan")
     )
-    with pytest.raises(loop.NotFiniteError, match="NaN or infinite at step 4"):
+    with pytest.raises(loop.NotFiniteError, match="NaN or infinite at step 2"):
         start(tiny, target, tmp_path / "n", config)
     assert not (tmp_path / "n" / "run.json").exists()
 

@@ -18,6 +18,7 @@ TARGET = DecoderConfig(
         width=48, num_heads=3, num_kv_heads=1, head_width=16, ffn_width=64
     ),
     max_position=256,
+    tied_embeddings=False,  # tied random ones repeat the last token
     stop_tokens=(2, 0),
 )
 CHANGES = (
@@ -41,10 +42,13 @@ CHANGES = (
 )
 # A command line needs files: the golden Qwen3 has 128 tokens.
 COMMAND_CHANGES = (
-    *CHANGES,
+    *CHANGES[:-5],
     "mask_token=125",
-    "never_sampled=[126]",
-    "drafters.0.markov_rank=8",
+    "never_sampled=[125]",
+    'drafters=[{name="a", num_layers=1, markov_rank=4}]',
+    "train.num_anchors=8",
+    "train.chunk_slots=1000",
+    "train.attention=xla",
 )
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
