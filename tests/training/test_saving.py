@@ -48,7 +48,7 @@ def test_state_of_another_run_is_refused(tmp_path):
             ValueError, match=r"'a' should be float32 \(2,\), it is float32 \(3,\)"
         ):
             checkpoints.load(1, {"a": jnp.ones(2)})
-        with pytest.raises(ValueError, match="'b' should be .*, it is None"):
+        with pytest.raises(ValueError, match=r"'b' should be .*, it is None"):
             checkpoints.load(1, {"a": jnp.ones(3), "b": jnp.ones(3)})
 
 

@@ -68,7 +68,7 @@ class ByteTokenizer:
 
 
 def random_target():
-    """Random weights; a large last gain makes its distributions peaked, as real ones."""
+    """Random weights; a large last gain makes the distributions peaked."""
     params = decoder.init(jax.random.key(0), TARGET)
     params = dataclasses.replace(params, final_norm=20 * params.final_norm)
     return decoder.make_target(TARGET), params
