@@ -16,12 +16,13 @@ from typing import NoReturn
 import dspark_jax
 from dspark_jax.commands import failure
 
-COMMANDS = ("generate", "train")
+COMMANDS = ("generate", "train", "data")
 
 _EPILOG = """\
 examples:
   dspark generate "Why is the sky blue?"
   dspark generate --compare "Why is the sky blue?"
+  dspark data synthesize corpus/
   dspark COMMAND --help
 """
 

@@ -88,6 +88,27 @@ def read(path: str | os.PathLike) -> dict[str, np.ndarray]:
     return tensors
 
 
+def read_tensor(folder: str | os.PathLike, name: str) -> np.ndarray:
+    """Reads one tensor of a Hugging Face folder, nothing else of its shard.
+
+    Raises:
+      FileNotFoundError: the folder has neither `model.safetensors` nor an index.
+      ValueError: a damaged file, or no such tensor.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / SINGLE_FILE
+    if not path.is_file():
+        if not (folder / INDEX_FILE).is_file():
+            return read_folder(folder)[name]  # says what is missing
+        shards = _read_index(folder / INDEX_FILE)
+        path = folder / next((s for s, names in shards.items() if name in names), "")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return file.get_tensor(name)
+    except (safetensors.SafetensorError, IsADirectoryError) as error:
+        raise ValueError(f"{path} has no readable tensor {name!r}: {error}") from error
+
+
 def write(
     path: str | os.PathLike,
     tensors: Mapping[str, Any],

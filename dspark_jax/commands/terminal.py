@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,3 +48,26 @@ def interruptible() -> Iterator[Callable[[], bool]]:
         yield lambda: is_interrupted
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class Progress:
+    """A line on stderr that is rewritten; without a terminal, one every ten seconds."""
+
+    def __init__(self, every: float = 10.0):
+        self._every = every
+        self._last = float("-inf")
+
+    def show(self, message: str) -> None:
+        """Shows the state of affairs."""
+        if sys.stderr.isatty():
+            sys.stderr.write(f"{_ERASE_LINE}{message}")
+        elif time.monotonic() - self._last >= self._every:
+            self._last = time.monotonic()
+            sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """Erases the line."""
+        if sys.stderr.isatty():
+            sys.stderr.write(_ERASE_LINE)
+            sys.stderr.flush()

@@ -11,6 +11,7 @@ from dspark_jax.commands import failure, terminal
 
 if TYPE_CHECKING:  # They import JAX, which a mistyped option need not wait for.
     from dspark_jax.training.run_config import RunConfig
+    from dspark_jax.training.training_data import BatchSource
     from dspark_jax.types import PyTree, Target
 
 SUMMARY = "train drafters for a target that stays as it is"
@@ -161,20 +162,21 @@ def _estimate(arguments: argparse.Namespace, config: "RunConfig") -> int:
     with failure.of_input():
         target, target_params = _load_target(config)
         drafters = run_lib.check(config, target)
+        batches: BatchSource
+        if config.corpus is None:
+            batches = dry_run.RandomBatches(config, target.config.vocab_size)
+            counts = {
+                "written_by": "the target, before the first step",
+                "max_rows": config.max_rows,
+                "write_seconds": config.write_seconds,
+                "row_length": config.row_length,
+            }
+        else:
+            data = run_lib.read_corpus(config, target)
+            batches, counts = data.batches, data.counts
         with terminal.status("compiling the step"):
-            result = dry_run.estimate(
-                config,
-                target,
-                target_params,
-                drafters,
-                dry_run.RandomBatches(config, target.config.vocab_size),
-            )
-    result["data"] = {
-        "written_by": "the target, before the first step",
-        "max_rows": config.max_rows,
-        "write_seconds": config.write_seconds,
-        "row_length": config.row_length,
-    }
+            result = dry_run.estimate(config, target, target_params, drafters, batches)
+    result["data"] = counts
     for line in _table(result):
         _say(line)
     return _end(arguments, result)

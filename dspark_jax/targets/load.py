@@ -78,6 +78,22 @@ def load_target(
     return decoder.make_target(config), _params(config, tensors)
 
 
+def load_config(source: str | os.PathLike) -> DecoderConfig:
+    """The configuration of a target, fingerprint included, without its parameters.
+
+    Raises:
+      ValueError, FileNotFoundError: as `load_target`.
+    """
+    path = fetch.locate(source)
+    if path.is_dir():
+        config = _folder_config(path, None, None)
+        norm = tensor_files.read_tensor(path, "model.norm.weight")
+    else:
+        config, tensors = _read_gguf(path, None, None)
+        norm = tensors["model.norm.weight"]
+    return dataclasses.replace(config, fingerprint=fingerprint(config, norm))
+
+
 def fingerprint(config: DecoderConfig, final_norm: np.ndarray) -> str:
     """16 hex digits that name a model: its sizes, and its final norm in bfloat16."""
     block = config.block
@@ -140,19 +156,25 @@ def to_device(array: np.ndarray, dtype: np.dtype) -> jax.Array:
     return jax.device_put(converted.reshape(array.shape))
 
 
-def _read_folder(
+def _folder_config(
     folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
-) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
+) -> DecoderConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
-    config = hf_config.decoder_config(
+    return hf_config.decoder_config(
         tensor_files.read_json(path),
         where=str(path),
         generation=hf_config.read_generation_config(folder),
         param_dtype=param_dtype,
         compute_dtype=compute_dtype,
     )
+
+
+def _read_folder(
+    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
+) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
+    config = _folder_config(folder, param_dtype, compute_dtype)
     tensors = tensor_files.read_folder(folder)
     # Buffers of old checkpoints, recomputed from the configuration.
     tensors = {k: v for k, v in tensors.items() if not k.endswith(".inv_freq")}

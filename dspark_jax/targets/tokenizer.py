@@ -64,9 +64,19 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text; control tokens written in it are recognised."""
-        return self._backend.encode(text).ids
+    @property
+    def control_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that are marked special."""
+        added = self._backend.get_added_tokens_decoder()
+        return tuple(sorted(i for i, token in added.items() if token.special))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; control tokens written in it are recognised.
+
+        `add_special_tokens=False` leaves out what the tokenizer itself would put around
+        the text (a beginning-of-text token, in some).
+        """
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ids; incomplete UTF-8 shows as U+FFFD."""
@@ -91,30 +101,60 @@ class Tokenizer:
         Raises:
           ValueError: the template is not ChatML, or a malformed message.
         """
+        ids: list[int] = []
+        start, end = self._control(TURN_START), self._control(TURN_END)
+        newline = self._plain("\n")
+        for role, content in self._turns(messages):
+            ids += [start, *self._plain(f"{role}\n{content}"), end, *newline]
+        if add_generation_prompt:
+            head = "assistant\n"
+            if self._format().has_thinking and enable_thinking is False:
+                head += "<think>\n\n</think>\n\n"
+            ids += [start, *self._backend.encode(head, add_special_tokens=False).ids]
+        return ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a whole chat, marks included, as the template gives it.
+
+        In a text the template's marks and the same words of a message look alike:
+        `encode_chat` is for chats that must not be mistaken.
+
+        Raises:
+          ValueError: as `encode_chat`.
+        """
+        return "".join(
+            f"{TURN_START}{role}\n{content}{TURN_END}\n"
+            for role, content in self._turns(messages)
+        )
+
+    def _format(self) -> ChatFormat:
         if self.chat is None:
             raise ValueError(
                 "the tokenizer's chat template is not supported: only ChatML templates "
                 "are rendered (without jinja2); render it and pass the text to encode"
             )
+        return self.chat
+
+    def _turns(self, messages: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
+        """(role, content) of every turn that the template shows."""
+        chat = self._format()
         for message in messages:
             _check_message(message)
         turns = [(m["role"], m["content"]) for m in messages]
-        system = self.chat.default_system
-        if system is not None and (not turns or turns[0][0] != "system"):
-            turns.insert(0, ("system", system))
-        ids: list[int] = []
-        start, end = self._control(TURN_START), self._control(TURN_END)
-        newline = self._plain("\n")
-        for index, (role, content) in enumerate(turns):
-            if role == "assistant" and self.chat.drops_thoughts:
-                content = _thoughts(content, is_last=index == len(turns) - 1)
-            ids += [start, *self._plain(f"{role}\n{content}"), end, *newline]
-        if add_generation_prompt:
-            head = "assistant\n"
-            if self.chat.has_thinking and enable_thinking is False:
-                head += "<think>\n\n</think>\n\n"
-            ids += [start, *self._backend.encode(head, add_special_tokens=False).ids]
-        return ids
+        if chat.default_system is not None and (not turns or turns[0][0] != "system"):
+            turns.insert(0, ("system", chat.default_system))
+        if not chat.drops_thoughts:
+            return turns
+        last = len(turns) - 1
+        return [
+            (
+                role,
+                _thoughts(content, is_last=i == last)
+                if role == "assistant"
+                else content,
+            )
+            for i, (role, content) in enumerate(turns)
+        ]
 
     def _plain(self, text: str) -> list[int]:
         return self._literal.encode(text, add_special_tokens=False).ids

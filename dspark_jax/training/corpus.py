@@ -1,11 +1,12 @@
-"""A corpus of self-written rows: prefixes on the host, rows on the device.
+"""Batches of self-written rows: prefixes on the host, rows on the device.
 
 Batch i depends on (seed, i) only, so a corpus is known by its seed and the number of
 its batches: after a restart the same rows are written again.
 """
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -17,6 +18,8 @@ from dspark_jax.training.data import DataConfig, Prefixes, Rows
 
 # Shares of the beginnings: bare user turn, user turn begun with an opening, prompt.
 SHARES = (0.40, 0.15, 0.45)
+BARE, OPENING = "bare", "opening"  # domains, beside those of `prompts`
+Draw = Callable[[np.random.Generator, int], list[tuple[str, str]]]
 
 
 @runtime_checkable
@@ -62,12 +65,23 @@ def make_prefixes(
     chat: ChatTokens,
     batch: int,
     max_prefix: int,
-) -> Prefixes:
-    """What the rows of one batch start with; too long prompts become bare turns."""
+    draw: Draw | None = None,
+) -> tuple[Prefixes, list[str]]:
+    """What the rows of one batch start with, and the domain of each.
+
+    Too long prompts become bare turns.
+
+    Args:
+      draw: (rng, count) -> (domain, text) of every row's prompt, instead of bare turns,
+        openings and `prompts.make_prompts`.
+    """
     beginnings = prompts.texts()["openings"]
-    kinds = rng.choice(3, size=batch, p=SHARES)
+    shares = SHARES if draw is None else (0.0, 0.0, 1.0)
+    kinds = rng.choice(3, size=batch, p=shares)
     openings = rng.integers(len(beginnings), size=batch)
-    texts = iter(prompts.make_prompts(rng, int(np.sum(kinds == 2))))
+    found = (draw or prompts.make_prompts)(rng, int(np.sum(kinds == 2)))
+    texts = iter(found)
+    domains = [BARE] * batch
     tokens = np.zeros((batch, max_prefix), np.int32)
     lengths = np.ones(batch, np.int32)
     complete = np.zeros(batch, np.bool_)
@@ -75,7 +89,7 @@ def make_prefixes(
     for row, (kind, opening) in enumerate(zip(kinds, openings, strict=True)):
         if kind == 0:
             continue
-        content = beginnings[opening] if kind == 1 else next(texts)
+        domain, content = (OPENING, beginnings[opening]) if kind == 1 else next(texts)
         ids = tokenizer.encode_chat(
             [{"role": "user", "content": content}],
             add_generation_prompt=bool(kind == 2),
@@ -88,11 +102,13 @@ def make_prefixes(
         tokens[row, : len(ids)] = ids
         lengths[row] = len(ids)
         complete[row] = kind == 2
-    return Prefixes(
+        domains[row] = domain
+    prefixes = Prefixes(
         tokens=jnp.asarray(tokens),
         lengths=jnp.asarray(lengths),
         is_complete=jnp.asarray(complete),
     )
+    return prefixes, domains
 
 
 def write(
@@ -124,7 +140,7 @@ def write(
     while len(done) < max_batches:
         index = len(done)
         rng = np.random.default_rng([seed, index])
-        prefixes = make_prefixes(rng, tokenizer, chat, batch, max_prefix)
+        prefixes, _ = make_prefixes(rng, tokenizer, chat, batch, max_prefix)
         if done:  # prefixes are made while the device writes the batch before
             jax.block_until_ready(done[-1])
             spent = time.monotonic() - start
@@ -138,6 +154,36 @@ def write(
             Rows(tokens=_narrow(rows.tokens, vocab_size), loss_mask=rows.loss_mask)
         )
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *done), len(done)
+
+
+def write_batches(
+    seed: int,
+    tokenizer: ChatTokenizer,
+    write_rows: Callable[[jax.Array, jax.Array, Prefixes], Rows],
+    *,
+    batch: int,
+    max_prefix: int,
+    start: int = 0,
+    draw: Draw | None = None,
+) -> Iterator[tuple[Rows, list[str]]]:
+    """Batches from number `start` on, without end, with the domain of every row.
+
+    The next prefixes are made while the device writes; rows are handed out unfinished.
+    """
+    chat = chat_tokens(tokenizer)
+    shared = jnp.asarray(chat.shared, jnp.int32)
+
+    def begin(index: int) -> tuple[Prefixes, list[str]]:
+        rng = np.random.default_rng([seed, index])
+        return make_prefixes(rng, tokenizer, chat, batch, max_prefix, draw)
+
+    prefixes, domains = begin(start)
+    for index in itertools.count(start):
+        key = jax.random.fold_in(jax.random.key(seed), index)
+        rows = write_rows(key, shared, prefixes)
+        following = begin(index + 1)
+        yield rows, domains
+        prefixes, domains = following
 
 
 def data_config(tokenizer: ChatTokenizer, **settings: Any) -> DataConfig:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import layers
@@ -281,9 +282,9 @@ def _logits(hidden: jax.Array, head: jax.Array, banned: tuple[int, ...]) -> jax.
     )
     if not banned:
         return logits
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    allowed = jnp.all(ids[:, None] != jnp.asarray(banned, jnp.int32)[None], axis=-1)
-    return jnp.where(allowed[None], logits, _MASKED)
+    is_banned = np.zeros(logits.shape[-1], np.bool_)
+    is_banned[list(banned)] = True
+    return jnp.where(jnp.asarray(is_banned)[None], _MASKED, logits)
 
 
 def _top_p_cut(scaled: jax.Array, mass: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from dspark_jax.config import DrafterConfig
-from dspark_jax.training.row_batches import BatchSource
 from dspark_jax.training.run_config import RunConfig
 from dspark_jax.training.target_states import Batch
 from dspark_jax.training.trainer import Trainer
+from dspark_jax.training.training_data import BatchSource
 from dspark_jax.types import PyTree, Target
 
 _STEPS = 3

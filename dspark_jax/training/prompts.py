@@ -19,6 +19,7 @@ import numpy as np
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 FILE = "prompts.toml"
+DOMAINS = ("maths", "code", "instruction")
 
 
 @functools.cache
@@ -28,12 +29,12 @@ def texts() -> dict[str, Any]:
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
-def make_prompts(rng: np.random.Generator, count: int) -> list[str]:
-    """`count` complete prompts: 40 % word problems, 30 % code, 30 % instructions."""
+def make_prompts(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+    """`count` (domain, text): 40 % maths, 30 % code, 30 % instructions."""
     documented = documented_functions()
     makers = (_word_problem, _code, _instruction)
     kinds = rng.choice(len(makers), size=count, p=(0.4, 0.3, 0.3))
-    return [makers[kind](rng, documented) for kind in kinds]
+    return [(DOMAINS[kind], makers[kind](rng, documented)) for kind in kinds]
 
 
 @functools.cache
@@ -101,13 +102,9 @@ def _code(rng: np.random.Generator, documented: Sequence) -> str:
     indented = "\n    ".join(doc.splitlines())
     code = f'def {name}{signature}:\n    """{indented}\n    """\n'
     template = _pick(rng, texts()["documented"])
-    # The docstring may hold braces: no formatting after it is in.
-    for slot, value in (("{function}", name), ("{doc}", doc), ("{code}", code)):
-        if slot in template:
-            before, after = template.split(slot, 1)
-            template = before + value + after
-            break
-    return template
+    values = {"function": name, "doc": doc, "code": code}
+    # In one pass: the docstring may hold braces itself.
+    return re.sub(r"\{(function|doc|code)\}", lambda m: values[m[1]], template)
 
 
 def _instruction(rng: np.random.Generator, documented: Sequence) -> str:

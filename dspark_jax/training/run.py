@@ -16,25 +16,26 @@ from dspark_jax import tensor_files
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import load as drafter_load
 from dspark_jax.training import (
+    corpus_files,
     diagnosis,
     events,
     loop,
     plots,
-    row_batches,
     run_config,
     saving,
     self_written,
     target_states,
+    training_data,
 )
 from dspark_jax.training import trainer as trainer_lib
 from dspark_jax.training.corpus import ChatTokenizer
 from dspark_jax.training.diagnosis import Findings
 from dspark_jax.training.progress import Progress, brief
-from dspark_jax.training.row_batches import TrainingData
 from dspark_jax.training.run_config import RunConfig
 from dspark_jax.training.run_folder import RunFolder
 from dspark_jax.training.stopping import Stop
 from dspark_jax.training.trainer import Trainer
+from dspark_jax.training.training_data import TrainingData
 from dspark_jax.types import PyTree, Target
 
 # Failing drafters are reported at checkpoints after this share of the steps.
@@ -49,7 +50,7 @@ class Prepared(NamedTuple):
     folder: RunFolder
     data: TrainingData
     trainer: Trainer
-    num_batches: int | None  # of the texts that the target wrote
+    num_batches: int  # of the texts that the target wrote
 
 
 def run(
@@ -124,19 +125,22 @@ def prepare(
             f"{folder.path} holds a run of another target: its fingerprint is "
             f"{plan.get('target_fingerprint')!r}, this one's {fingerprint!r}"
         )
-    found = self_written.prepare(
-        folder,
-        config,
-        target,
-        target_params,
-        tokenizer,
-        num_batches=None if plan is None else int(plan["num_batches"]),
-        progress=progress,
-        stop=stop,
-    )
-    if found is None:
-        return None
-    data, num_batches = found
+    if config.corpus is not None:
+        data, num_batches = read_corpus(config, target), 0
+    else:
+        found = self_written.prepare(
+            folder,
+            config,
+            target,
+            target_params,
+            tokenizer,
+            num_batches=None if plan is None else int(plan["num_batches"]),
+            progress=progress,
+            stop=stop,
+        )
+        if found is None:
+            return None
+        data, num_batches = found
     progress.log(f"corpus: {_listed(data.counts)}")
     for line in warnings_of(data.counts):
         progress.log(f"warning: {line}")
@@ -149,6 +153,33 @@ def prepare(
         config, train_config, target, target_params, drafters, data.batches
     )
     return Prepared(folder, data, trainer, num_batches)
+
+
+def read_corpus(config: RunConfig, target: Target) -> TrainingData:
+    """The corpus folder of a run.
+
+    Raises:
+      ValueError: a damaged corpus, one of another target, or too few rows.
+      FileNotFoundError: no corpus there.
+    """
+    assert config.corpus is not None  # the caller looked
+    corpus = corpus_files.load_corpus(
+        config.corpus,
+        vocab_size=target.config.vocab_size,
+        fingerprint=target.config.fingerprint,
+    )
+    longest = max((bucket.length for bucket in corpus.buckets), default=0)
+    if longest > target.config.max_position:
+        raise ValueError(
+            f"{config.corpus} holds rows of {longest} tokens, the target has "
+            f"{target.config.max_position} positions"
+        )
+    return training_data.of_corpus(
+        corpus,
+        seed=config.seed,
+        batch_rows=config.batch_rows,
+        held_out_rows=config.held_out_rows,
+    )
 
 
 def train(prepared: Prepared, *, progress: Progress, stop: Stop) -> dict[str, Any]:
@@ -277,7 +308,7 @@ class _Training:
 
     def export(self, state: trainer_lib.TrainState) -> None:
         """Drafters in DeepSpec's layout with their draft vocabulary; plots."""
-        ids = row_batches.frequent_tokens(self.data.token_counts)
+        ids = training_data.frequent_tokens(self.data.token_counts)
         for name, drafter, params in zip(
             self.trainer.names, self.trainer.drafters, state.params, strict=True
         ):

@@ -83,11 +83,9 @@ class RunFolder:
         tensor_files.write_json(self.path / "run.json", result)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds one JSON object as a line of metrics.jsonl, and waits for the disk."""
+        """Adds one JSON object as a line of metrics.jsonl."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(record) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
 
     def read_records(self) -> list[dict[str, Any]]:
         """The records of metrics.jsonl; a line that was cut off is left out."""

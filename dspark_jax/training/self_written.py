@@ -5,13 +5,13 @@ import functools
 import jax
 import numpy as np
 
-from dspark_jax.training import corpus, data, row_batches, saving
+from dspark_jax.training import corpus, data, saving, training_data
 from dspark_jax.training.data import Rows
 from dspark_jax.training.progress import Progress
-from dspark_jax.training.row_batches import TrainingData
 from dspark_jax.training.run_config import RunConfig
 from dspark_jax.training.run_folder import RunFolder
 from dspark_jax.training.stopping import Stop
+from dspark_jax.training.training_data import TrainingData
 from dspark_jax.types import PyTree, Target
 
 
@@ -50,7 +50,7 @@ def prepare(
         if stop.is_asked:
             return None
         saving.save_rows(folder.corpus, rows, count)
-    found = row_batches.of_rows(
+    found = training_data.of_rows(
         rows,
         seed=config.seed,
         batch_rows=config.batch_rows,

@@ -18,11 +18,11 @@ from dspark_jax.training import losses, objective, settings, target_states
 from dspark_jax.training import step as step_lib
 from dspark_jax.training.anchors import Anchors
 from dspark_jax.training.objective import Outcome
-from dspark_jax.training.row_batches import BatchSource
 from dspark_jax.training.run_config import RunConfig
 from dspark_jax.training.settings import TrainConfig
 from dspark_jax.training.step import TrainState
 from dspark_jax.training.target_states import Batch
+from dspark_jax.training.training_data import BatchSource
 from dspark_jax.types import PyTree, Target
 
 

@@ -5,13 +5,16 @@ import functools
 import importlib.util
 import json
 import pathlib
+import shutil
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 import safetensors.numpy
+import tokenizers
 
+import dspark_jax
 from dspark_jax import layers
 from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig
 from dspark_jax.interop import deepspec
@@ -167,3 +170,37 @@ def compile_cache(tmp_path_factory):
     yield folder
     jax.config.update("jax_compilation_cache_dir", before)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+@dataclasses.dataclass
+class ChatTarget:
+    """A tiny target with a byte tokenizer and a ChatML template."""
+
+    folder: pathlib.Path
+    target: object
+    params: object
+    tokenizer: object
+
+
+@pytest.fixture(scope="session")
+def chat_target(tmp_path_factory, golden):
+    folder = tmp_path_factory.mktemp("chat_target")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(golden / "targets" / "qwen3_untied" / name, folder)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    printable = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # space, newline
+    others = sorted(set(byte_level.alphabet()) - set(printable))
+    vocab = {token: i for i, token in enumerate(printable + others[:30])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = byte_level(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}"
+    )
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    target, params = dspark_jax.load_target(folder)
+    return ChatTarget(folder, target, params, dspark_jax.load_tokenizer(folder))

@@ -42,7 +42,8 @@ def test_fixed_parts_add_up_to_a_chat(tokenizer):
 
 def test_prefixes_are_of_three_kinds(tokenizer):
     chat = corpus.chat_tokens(tokenizer)
-    found = corpus.make_prefixes(np.random.default_rng(0), tokenizer, chat, 1000, 150)
+    rng = np.random.default_rng(0)
+    found, domains = corpus.make_prefixes(rng, tokenizer, chat, 1000, 150)
     lengths, complete = np.asarray(found.lengths), np.asarray(found.is_complete)
     tokens = np.asarray(found.tokens)
     assert 0.25 < complete.mean() < 0.5  # 45 %, less those that are too long
@@ -56,6 +57,10 @@ def test_prefixes_are_of_three_kinds(tokenizer):
         end = lengths[row]
         assert tuple(tokens[row, end - len(tail) : end]) == tail
     assert np.all(tokens[:, 0] == chat.begin_user[0])
+    names = np.asarray(domains)
+    assert set(np.unique(names[complete])) == set(prompts.DOMAINS)
+    np.testing.assert_array_equal(names == "opening", begun)
+    np.testing.assert_array_equal(names == "bare", ~complete & ~begun)
 
 
 def fake_rows(key, shared, prefixes):

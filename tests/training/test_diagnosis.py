@@ -10,11 +10,11 @@ import pytest
 from dspark_jax.training import (
     diagnosis,
     losses,
-    row_batches,
     run_folder,
     saving,
     self_written,
     target_states,
+    training_data,
 )
 from dspark_jax.training.progress import Progress
 from dspark_jax.training.stopping import Stop
@@ -42,7 +42,7 @@ def _own(root, tiny, tmp_path_factory, compile_cache):
     head = losses.head_matrix(target, params)
 
     def measure(change=lambda rows: rows, steps=1000, tree=(), **changes):
-        data = row_batches.of_rows(change(rows), **SIZES)
+        data = training_data.of_rows(change(rows), **SIZES)
         settings = {
             "target": target,
             "target_params": params,

@@ -30,9 +30,17 @@ def test_prompts_are_reproducible_and_varied():
     found = prompts.make_prompts(np.random.default_rng(1), 400)
     assert found == prompts.make_prompts(np.random.default_rng(1), 400)
     assert len(set(found)) > 360
-    boxed = sum(prompt.endswith(prompts.BOXED) for prompt in found) / 400
+    texts = [text for _, text in found]
+    assert {domain for domain, _ in found} == set(prompts.DOMAINS)
+    boxed = sum(prompt.endswith(prompts.BOXED) for prompt in texts) / 400
     assert 0.1 < boxed < 0.3  # half of the word problems
-    assert sum('"""' in prompt for prompt in found) > 20
+    assert sum('"""' in prompt for prompt in texts) > 20
+
+
+def test_no_slot_stays_empty():
+    found = prompts.make_prompts(np.random.default_rng(2), 400)
+    for slot in ("{doc}", "{code}", "{function}"):
+        assert not [text for _, text in found if slot in text]
 
 
 def test_documented_functions_print_no_addresses():

@@ -9,19 +9,23 @@ import sys
 import time
 
 import chex
+import numpy as np
 import pytest
 
 import dspark_jax
 from dspark_jax import cli
-from dspark_jax.training import saving
+from dspark_jax.training import corpus_writer, data, saving
 
 
 @pytest.fixture(name="command", scope="module")
-def _command(root, golden, tiny, tmp_path_factory, compile_cache):
+def _command(root, tiny, chat_target, compile_cache):
     """The command line up to what a test adds."""
-    folder = tiny.target_folder(golden, tmp_path_factory.mktemp("target"))
     found = ["train", str(root / "configs" / "smollm2_dspark.toml")]
-    for change in (*tiny.COMMAND_CHANGES, f"target={folder}", "plots=false"):
+    for change in (
+        *tiny.COMMAND_CHANGES,
+        f"target={chat_target.folder}",
+        "plots=false",
+    ):
         found += ["--set", change]
     return found
 
@@ -124,6 +128,37 @@ def test_train_seconds_fix_the_number_of_steps(capsys, command, tmp_path):
     assert plan["total_steps"] == total
 
 
+def test_a_corpus_folder(capsys, command, chat_target, tmp_path):
+    """Rows of two lengths; a restart after a kill takes the same batches."""
+    rng = np.random.default_rng(0)
+    buckets = []
+    for length, num_rows in ((20, 40), (40, 30)):
+        tokens = rng.integers(120, size=(num_rows, length)).astype(np.uint16)
+        mask = np.ones((num_rows, length), np.bool_)
+        buckets.append(data.Rows(tokens=tokens, loss_mask=mask))
+    config = chat_target.target.config
+    corpus_writer.save_corpus(
+        tmp_path / "corpus",
+        buckets,
+        vocab_size=config.vocab_size,
+        fingerprint=config.fingerprint,
+        counts={"dropped": {"too_short": 3}, "num_truncated": 0},
+    )
+    more = ("--set", f"corpus={tmp_path / 'corpus'}", "--set", "held_out_rows=16")
+    status, _, err = run(capsys, *command, *more, "--work", tmp_path / "a", "--json")
+    assert status == 0
+    assert "corpus: 70 rows, 16 held out rows, 2,000 tokens" in err
+    assert "warning: dropped.too short: 3" in err
+    status, out, _ = run(capsys, *command, *more, "--dry-run", "--json")
+    assert status == 0
+    assert json.loads(out)["data"]["dropped.too_short"] == 3
+    status, _, err = run(
+        capsys, *command, *more, "--work", tmp_path / "b", "--set", "held_out_rows=4"
+    )
+    assert status == 2
+    assert "leaves no batch of 4 rows; hold out more" in err
+
+
 def test_losses_that_are_not_finite(capsys, command, tmp_path):
     more = ("--work", tmp_path / "a", "--set", "train.learning_rate=1e38")
     status, _, err = run(capsys, *command, *more, "--steps", 40)
@@ -178,11 +213,10 @@ def test_a_killed_process_goes_on_bit_for_bit(command, tmp_path, compile_cache):
     whole = start(command, tmp_path / "whole", compile_cache, *more)
     assert finish(whole)[0] == 0
     work = tmp_path / "killed"
-    for step in (90, 200):  # killed between two checkpoints, twice
-        process = start(command, work, compile_cache, *more)
-        wait_for_step(work, step, process)
-        process.kill()
-        finish(process)
+    process = start(command, work, compile_cache, *more)
+    wait_for_step(work, 200, process)
+    process.kill()  # between the checkpoints of steps 180 and 240
+    finish(process)
     stopped = start(command, work, compile_cache, *more)
     wait_for_step(work, 250, stopped)
     stopped.send_signal(signal.SIGTERM)

@@ -1,11 +1,8 @@
 """A training run small enough for a CPU: target, tokenizer, configuration, folder."""
 
 import dataclasses
-import json
-import shutil
 
 import jax
-import tokenizers
 
 from dspark_jax.config import BlockConfig, DecoderConfig
 from dspark_jax.targets import decoder
@@ -50,10 +47,6 @@ COMMAND_CHANGES = (
     "train.chunk_slots=1000",
     "train.attention=xla",
 )
-_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endfor %}"
-)
 
 
 class ByteTokenizer:
@@ -81,25 +74,6 @@ def config(root, *changes):
 
 def replaced(found, **changes):
     return dataclasses.replace(found, **changes)
-
-
-def target_folder(golden, folder):
-    """The golden Qwen3 with a byte tokenizer and a chat template of its own."""
-    folder.mkdir(exist_ok=True)
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "targets" / "qwen3_untied" / name, folder)
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    printable = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]
-    others = sorted(set(byte_level.alphabet()) - set(printable))
-    vocab = {token: i for i, token in enumerate(printable + others[:30])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    backend.pre_tokenizer = byte_level(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": _TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def _bytes(text):

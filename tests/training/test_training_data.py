@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_jax.training import data, row_batches
+from dspark_jax.training import data, training_data
 
 
 def make_rows(num_rows=27, length=6):
@@ -13,7 +13,7 @@ def make_rows(num_rows=27, length=6):
 
 def of_rows(rows, **changes):
     settings = {"seed": 3, "batch_rows": 5, "held_out_rows": 5, "vocab_size": 200}
-    return row_batches.of_rows(rows, **settings | changes)
+    return training_data.of_rows(rows, **settings | changes)
 
 
 def test_every_epoch_is_a_permutation():
@@ -61,12 +61,12 @@ def test_counts_and_held_out_batches():
 
 def test_frequent_tokens():
     counts = np.asarray([0, 3, 1, 0, 3, 2])
-    assert row_batches.frequent_tokens(counts) == [1, 4, 5, 2]
-    assert row_batches.frequent_tokens(counts, limit=2) == [1, 4]
+    assert training_data.frequent_tokens(counts) == [1, 4, 5, 2]
+    assert training_data.frequent_tokens(counts, limit=2) == [1, 4]
 
 
 def test_too_few_rows():
     with pytest.raises(ValueError, match="9 rows are too few for 5 held-out rows and"):
         of_rows(make_rows(9))
     with pytest.raises(ValueError, match="a batch of 5 rows needs as many rows, got 4"):
-        row_batches.RowBatches(make_rows(4), 0, 5)
+        training_data.RowBatches(make_rows(4), 0, 5)

@@ -2,14 +2,18 @@
 
 The batch of a step depends on the seed and the step's number only, so that a run goes
 on after a restart as if nothing had happened. A corpus of rows of one length, which the
-target wrote itself, is one source of batches.
+target wrote itself, is one source of batches, a corpus folder (`batches`) another.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
+from dspark_jax.training import corpus_files
+from dspark_jax.training.batches import Batches
+from dspark_jax.training.corpus_files import Corpus
 from dspark_jax.training.data import Rows
 from dspark_jax.training.target_states import Batch
 
@@ -94,6 +98,43 @@ def of_rows(
     )
 
 
+def of_corpus(
+    corpus: Corpus, *, seed: int, batch_rows: int, held_out_rows: int
+) -> TrainingData:
+    """Training data of a corpus folder; `held_out_rows` drawn by the seed are held out.
+
+    Batches of shorter rows have a multiple of `batch_rows` rows: the same ones on any
+    number of devices that divides `batch_rows`.
+
+    Raises:
+      ValueError: too few rows.
+    """
+    held, rest = corpus_files.split(corpus, held_out_rows, seed)
+    batches = Batches(rest, seed, batch_rows, multiple=batch_rows)
+    held_out = tuple(
+        _of_corpus(bucket.take(slice(begin, begin + batch_rows)))
+        for bucket in held.buckets
+        for begin in range(0, bucket.num_rows - batch_rows + 1, batch_rows)
+    )
+    if not held_out:
+        raise ValueError(
+            f"held_out_rows = {held_out_rows}, over {len(held.buckets)} lengths: "
+            f"that leaves no batch of {batch_rows} rows; hold out more"
+        )
+    return TrainingData(
+        batches=batches,
+        held_out=held_out,
+        num_rows=rest.num_rows,
+        token_counts=corpus_files.token_counts(rest),
+        counts={
+            "num_rows": corpus.num_rows,
+            "num_held_out_rows": held_out_rows,
+            "num_tokens": corpus.num_tokens,
+            **_flat(corpus.counts),
+        },
+    )
+
+
 def frequent_tokens(token_counts: np.ndarray, limit: int = 16384) -> list[int]:
     """Ids that occur, most frequent first, at most `limit`."""
     order = np.argsort(-token_counts, kind="stable")[:limit]
@@ -104,3 +145,19 @@ def _batch(rows: Rows, index: np.ndarray) -> Batch:
     return Batch(
         tokens=rows.tokens[index].astype(np.int32), loss_mask=rows.loss_mask[index]
     )
+
+
+def _of_corpus(rows: Rows) -> Batch:
+    return Batch(tokens=rows.tokens, loss_mask=rows.loss_mask)
+
+
+def _flat(counts: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """Numbers by dotted name; settings and other words are left out."""
+    found: dict[str, Any] = {}
+    for key, value in counts.items():
+        path = f"{name}.{key}" if name else key
+        if isinstance(value, Mapping) and key != "settings":
+            found |= _flat(value, path)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[path] = value
+    return found
