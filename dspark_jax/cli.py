@@ -2,7 +2,8 @@
 
 Parsing and checks need no JAX, so that `--help` and a mistyped option answer at once.
 Results go to stdout; progress, logs and errors to stderr. Exit status: 0 done,
-1 failed, 2 bad input, 130 interrupted, 141 the reader of stdout went away.
+1 failed, 2 bad input, 130 interrupted, 141 the reader of stdout went away, 143 ended
+by SIGTERM.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import NoReturn
 import dspark_jax
 from dspark_jax.commands import failure
 
-COMMANDS = ("generate", "data")
+COMMANDS = ("generate", "train", "data")
 
 _EPILOG = """\
 examples:

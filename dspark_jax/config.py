@@ -5,6 +5,7 @@ are validated when the object is made, so that no later code has to.
 """
 
 import dataclasses
+import difflib
 import pathlib
 import tomllib
 import types
@@ -218,9 +219,11 @@ def from_dict(config_type: type[T], values: dict[str, Any], name: str = "") -> T
     fields = {f.name: f for f in dataclasses.fields(config_type)}  # type: ignore[arg-type]
     unknown = sorted(set(values) - set(fields))
     if unknown:
+        near = difflib.get_close_matches(unknown[0], fields, n=1, cutoff=0.5)
+        hint = f"; the nearest one is {near[0]!r}" if near else ""
         raise ValueError(
             f"unknown key {_join(name, unknown[0])!r}; known keys: "
-            f"{', '.join(sorted(fields))}"
+            f"{', '.join(sorted(fields))}{hint}"
         )
     missing = sorted(
         key
@@ -241,12 +244,16 @@ def from_dict(config_type: type[T], values: dict[str, Any], name: str = "") -> T
 
 def load_toml(path: str | pathlib.Path, config_type: type[T]) -> T:
     """Reads a TOML file into `config_type`, strictly (see `from_dict`)."""
+    return from_dict(config_type, read_toml(path))
+
+
+def read_toml(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads a TOML file; a damaged one is a ValueError that names it."""
     with open(path, "rb") as file:
         try:
-            values = tomllib.load(file)
-        except tomllib.TOMLDecodeError as error:
+            return tomllib.load(file)
+        except ValueError as error:  # TOML, or UTF-8
             raise ValueError(f"{path} is not valid TOML: {error}") from error
-    return from_dict(config_type, values)
 
 
 def check_types(config: Any) -> None:

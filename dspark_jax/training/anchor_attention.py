@@ -8,6 +8,7 @@ A*K is of the size of S.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ def cudnn(
 
 
 def joined(
-    query: Float[Array, "B A K H E"], segments: Segments, implementation: str
+    query: Float[Array, "B A K H E"],
+    segments: Segments,
+    implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "B A K H E"]:
     """One `jax.nn.dot_product_attention` over context and blocks side by side."""
     (keys, values, visible), (own_keys, own_values, in_block) = segments
@@ -51,7 +54,7 @@ def joined(
         stacked_keys,
         stacked_values,
         mask=mask[:, None],
-        implementation=implementation,  # type: ignore[arg-type]
+        implementation=implementation,
     )
     out = out[:, :-1] if odd else out
     return out.reshape(batch, anchors, slots, heads, width)

@@ -122,11 +122,13 @@ def write(
     max_batches: int,
     seconds: float,
     log: Callable[[str], Any],
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[Rows, int]:
     """Writes batches until `max_batches` or `seconds` are spent; the first one counts.
 
     Args:
       write_rows: (key, shared, prefixes) -> Rows, compiled; see `data.write_rows`.
+      is_stopped: asked after every batch; True ends the writing early.
 
     Returns:
       All rows, on the device (tokens uint16 where they fit), and the number of batches.
@@ -143,7 +145,7 @@ def write(
             jax.block_until_ready(done[-1])
             spent = time.monotonic() - start
             log(f"wrote {index * batch} rows in {spent:.1f} s")
-            if spent + spent / index > seconds:
+            if spent + spent / index > seconds or is_stopped():
                 break
         rows = write_rows(
             jax.random.fold_in(jax.random.key(seed), index), shared, prefixes
@@ -193,24 +195,6 @@ def data_config(tokenizer: ChatTokenizer, **settings: Any) -> DataConfig:
         to_user=chat.to_user,
         **settings,
     )
-
-
-def frequent_tokens(rows: Rows, vocab_size: int, limit: int = 16384) -> list[int]:
-    """Ids that occur in answers, most frequent first, at most `limit`."""
-    tokens = np.asarray(rows.tokens)[np.asarray(rows.loss_mask)]
-    counts = np.bincount(tokens.astype(np.int64), minlength=vocab_size)
-    order = np.argsort(-counts, kind="stable")[:limit]
-    return [int(token) for token in order if counts[token] > 0]
-
-
-def rows_of_step(seed: int, step: int, batch: int, num_rows: int) -> np.ndarray:
-    """Row indices of a step: every epoch is a new permutation, its tail is dropped."""
-    per_epoch = num_rows // batch
-    if per_epoch == 0:
-        raise ValueError(f"a batch of {batch} rows needs as many rows, got {num_rows}")
-    epoch, index = divmod(step, per_epoch)
-    order = np.random.default_rng([seed, 1, epoch]).permutation(num_rows)
-    return order[index * batch : (index + 1) * batch].astype(np.int32)
 
 
 def _narrow(tokens: jax.Array, vocab_size: int) -> jax.Array:

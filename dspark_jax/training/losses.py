@@ -363,7 +363,7 @@ def _label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 def _total(term: SlotTerms, weight: jax.Array, parts: TermWeights) -> jax.Array:
     slots = parts.ce * term.ce + parts.l1 * term.l1
-    if parts.kl is not None:
+    if parts.kl is not None and term.kl is not None:
         slots = slots + parts.kl * term.kl
     total = jnp.sum(weight * slots)
     if parts.joint is not None:

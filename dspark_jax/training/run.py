@@ -1,226 +1,371 @@
-"""The training command: texts, then drafters, then files.
+"""A training run: texts, then drafters, then files; killed at any moment, it goes on.
 
-`python -m dspark_jax.training.run configs/smollm2_dspark.toml --work runs/a` lets the
-target write its texts, trains all drafters of the configuration in one program, and
-leaves `state.safetensors` (restart with --resume), `metrics.jsonl`,
-`draft_vocabulary.json` and one DeepSpec folder a drafter. Progress goes to stderr; the
-last line of stdout is a JSON object.
+`prepare` checks the configuration, gets the texts and fixes what must not change after
+the first start (`plan.json`); `train` takes the steps, with a checkpoint now and then.
+The state of a run is its folder: `run_folder` says what lies where.
 """
 
-import argparse
 import dataclasses
-import json
-import pathlib
-import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from dspark_jax import config as config_lib
 from dspark_jax import tensor_files
 from dspark_jax.config import DrafterConfig
-from dspark_jax.targets import load as target_load
-from dspark_jax.targets import tokenizer as tokenizer_lib
-from dspark_jax.training import corpus, data, saving, settings, target_states
-from dspark_jax.training import step as step_lib
+from dspark_jax.drafters import load as drafter_load
+from dspark_jax.training import (
+    corpus_files,
+    diagnosis,
+    events,
+    loop,
+    plots,
+    run_config,
+    saving,
+    self_written,
+    target_states,
+    training_data,
+)
 from dspark_jax.training import trainer as trainer_lib
-from dspark_jax.training.data import Rows
-from dspark_jax.training.settings import RunConfig
-from dspark_jax.training.step import TrainState
+from dspark_jax.training.corpus import ChatTokenizer
+from dspark_jax.training.diagnosis import Findings
+from dspark_jax.training.progress import Progress, brief
+from dspark_jax.training.run_config import RunConfig
+from dspark_jax.training.run_folder import RunFolder
+from dspark_jax.training.stopping import Stop
+from dspark_jax.training.trainer import Trainer
+from dspark_jax.training.training_data import TrainingData
 from dspark_jax.types import PyTree, Target
 
+# Failing drafters are reported at checkpoints after this share of the steps.
+_EARLY_SHARE = 0.2
+# Steps that are timed to see how many `train_seconds` allow, and their share of it.
+_TRIAL_STEPS, _TRIAL_SHARE = 30, 0.03
 
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=pathlib.Path)
-    parser.add_argument("--work", type=pathlib.Path, required=True)
-    parser.add_argument("--pieces", type=pathlib.Path, help="exports as small pieces")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--train-seconds", type=float)
-    parser.add_argument("--write-seconds", type=float)
-    parser.add_argument("--steps", type=int)
-    options = parser.parse_args(arguments)
-    config = config_lib.load_toml(options.config, RunConfig)
-    for name in ("train_seconds", "write_seconds", "steps"):
-        if getattr(options, name) is not None:
-            config = dataclasses.replace(config, **{name: getattr(options, name)})
-    target, target_params = target_load.load_target(
-        config.target, param_dtype=config.compute_dtype
-    )
-    tokenizer = tokenizer_lib.load_tokenizer(config.target)
-    result = run(
-        config,
-        target,
-        target_params,
-        tokenizer,
-        work=options.work,
-        pieces=options.pieces,
-        resume=options.resume,
-    )
-    sys.stdout.write(json.dumps(result) + "\n")
-    return 0
+
+class Prepared(NamedTuple):
+    """A run that can start."""
+
+    folder: RunFolder
+    data: TrainingData
+    trainer: Trainer
+    num_batches: int  # of the texts that the target wrote
 
 
 def run(
-    config: RunConfig,
+    folder: RunFolder,
     target: Target,
     target_params: PyTree,
-    tokenizer: corpus.ChatTokenizer,
-    *,
-    work: pathlib.Path,
-    pieces: pathlib.Path | None = None,
-    resume: bool = False,
+    tokenizer: ChatTokenizer,
 ) -> dict[str, Any]:
-    """Writes texts, trains, exports; returns the run's figures."""
-    work.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    clock = trainer_lib.Clock(start)
-    drafters = settings.drafter_configs(config, target)
-    saved = work / "state.safetensors"
-    params = initial_params(config, drafters, target_params)
-    state = step_lib.init_state(params, config.train)
-    numbers: dict[str, np.ndarray] = {}
-    if resume:
-        state, numbers = saving.load_state(saved, state)
-        clock.log(f"resumed at step {int(state.step)}")
-    known = int(numbers.get("num_batches", config.max_rows // config.write_rows))
-    if resume and (work / "corpus.npz").is_file():
-        rows, num_batches = saving.load_rows(work / "corpus.npz"), known
+    """Prepares and trains; returns the run's figures, those of run.json.
+
+    Ctrl-C and SIGTERM end it early with a checkpoint: `stopped_by` names the signal.
+    """
+    with Progress() as progress, Stop() as stop:
+        prepared = prepare(
+            folder, target, target_params, tokenizer, progress=progress, stop=stop
+        )
+        if prepared is None:
+            return stopped(stop)
+        return train(prepared, progress=progress, stop=stop)
+
+
+def check(config: RunConfig, target: Target) -> tuple[DrafterConfig, ...]:
+    """What can be refused before any work; returns the drafters' configurations.
+
+    Raises:
+      ValueError: settings that do not fit the target or this machine.
+      ImportError: plots or TensorBoard asked for without their package.
+    """
+    drafters = run_config.drafter_configs(config, target)
+    if config.train.attention == "cudnn" and jax.default_backend() != "gpu":
+        raise ValueError(
+            "attention = 'cudnn' needs an NVIDIA GPU, this is "
+            f"{jax.default_backend()!r}: --set train.attention=xla"
+        )
+    for token in config.never_sampled:
+        if token >= target.config.vocab_size:
+            raise ValueError(
+                f"never_sampled must lie in 0..{target.config.vocab_size - 1} (the "
+                f"vocabulary), got {token}"
+            )
+    if config.corpus is None and config.row_length > target.config.max_position:
+        raise ValueError(
+            f"row_length must be at most {target.config.max_position}, the target's "
+            f"positions, got {config.row_length}"
+        )
+    events.is_wanted(config.tensorboard)
+    plots.is_wanted(config.plots)
+    return drafters
+
+
+def prepare(
+    folder: RunFolder,
+    target: Target,
+    target_params: PyTree,
+    tokenizer: ChatTokenizer,
+    *,
+    progress: Progress,
+    stop: Stop,
+) -> Prepared | None:
+    """Gets the texts and makes the trainer; None if a stop was asked for meanwhile.
+
+    Raises:
+      ValueError: settings or files that do not fit.
+      ImportError: see `check`.
+    """
+    config = folder.config
+    drafters = check(config, target)
+    plan = folder.read_plan()
+    fingerprint = target.config.fingerprint
+    if plan is not None and plan.get("target_fingerprint") != fingerprint:
+        raise ValueError(
+            f"{folder.path} holds a run of another target: its fingerprint is "
+            f"{plan.get('target_fingerprint')!r}, this one's {fingerprint!r}"
+        )
+    if config.corpus is not None:
+        data, num_batches = read_corpus(config, target), 0
     else:
-        rows, num_batches = write_corpus(
+        found = self_written.prepare(
+            folder,
             config,
             target,
             target_params,
             tokenizer,
-            max_batches=known,
-            seconds=float("inf") if resume else config.write_seconds,
-            log=clock.log,
+            num_batches=None if plan is None else int(plan["num_batches"]),
+            progress=progress,
+            stop=stop,
         )
-        saving.save_rows(work / "corpus.npz", rows)
-    write_vocabulary(work / "draft_vocabulary.json", rows, target)
-    figures = describe(rows, time.monotonic() - start)
-    clock.log(f"corpus: {figures}")
-    if resume:
-        scale = tuple(float(x) for x in numbers["tap_scale"])
+        if found is None:
+            return None
+        data, num_batches = found
+    progress.log(f"corpus: {_listed(data.counts)}")
+    for line in warnings_of(data.counts):
+        progress.log(f"warning: {line}")
+    if plan is None:
+        scale = measure_tap_scale(config, target, target_params, data)
     else:
-        scale = tap_scale(config, target, target_params, rows)
-    train = dataclasses.replace(config.train, tap_scale=scale)
-    trainer = trainer_lib.Trainer(config, train, target, target_params, drafters, rows)
-    if resume:
-        total = int(numbers["total_steps"])
-        trainer.compile(state)
-    else:
-        state, total = trainer.plan(state, params, clock)
-    figures |= {
-        "total_steps": total,
-        "tap_scale": scale,
-        "num_batches": num_batches,
-    }
-    numbers = {
-        "num_batches": np.asarray(num_batches),
-        "total_steps": np.asarray(total),
-        "tap_scale": np.asarray(scale, np.float32),
-    }
-
-    def checkpoint(state: TrainState) -> dict[str, Any]:
-        saving.save_state(saved, state, numbers)
-        for spec, drafter, p in zip(
-            config.drafters, drafters, state.params, strict=True
-        ):
-            saving.export(work / spec.name, drafter, p, scale)
-        found = trainer.held_out(state)
-        trainer_lib.append(
-            work / "metrics.jsonl", {"step": int(state.step), "held_out": found}
-        )
-        clock.log(f"step {int(state.step)} held out: {trainer_lib.brief(found)}")
-        if pieces is not None:
-            names = [spec.name for spec in config.drafters]
-            names += ["metrics.jsonl", "draft_vocabulary.json"]
-            saving.write_pieces(pieces, {name: work / name for name in names})
-        return found
-
-    state = trainer.train(state, total, work / "metrics.jsonl", checkpoint, clock)
-    figures |= {"step": int(state.step), "held_out": checkpoint(state)}
-    figures["seconds"] = round(time.monotonic() - start, 1)
-    tensor_files.write_json(work / "run.json", figures)
-    return figures
-
-
-def initial_params(
-    config: RunConfig, drafters: tuple[DrafterConfig, ...], target_params: PyTree
-) -> tuple:
-    """Step 0 of every drafter, each from its own key."""
-    key = jax.random.fold_in(jax.random.key(config.seed), 1)
-    return tuple(
-        step_lib.init_params(
-            jax.random.fold_in(key, index), drafter, target_params.final_norm
-        )
-        for index, drafter in enumerate(drafters)
+        scale = tuple(float(x) for x in plan["tap_scale"])
+    train_config = dataclasses.replace(config.train, tap_scale=scale)
+    trainer = Trainer(
+        config, train_config, target, target_params, drafters, data.batches
     )
+    return Prepared(folder, data, trainer, num_batches)
 
 
-def write_corpus(
-    config: RunConfig,
-    target: Target,
-    target_params: PyTree,
-    tokenizer: corpus.ChatTokenizer,
-    *,
-    max_batches: int,
-    seconds: float,
-    log: Any,
-) -> tuple[Rows, int]:
-    """Lets the target write rows until a budget is spent."""
-    how = corpus.data_config(
-        tokenizer,
-        length=config.row_length,
-        max_user=config.max_user,
-        banned=config.never_sampled,
-    )
-    compiled = jax.jit(data.write_rows, static_argnames=("target", "config"))
+def read_corpus(config: RunConfig, target: Target) -> TrainingData:
+    """The corpus folder of a run.
 
-    def write_rows(key, shared, prefixes):
-        return compiled(key, shared, prefixes, target_params, target=target, config=how)
-
-    return corpus.write(
-        config.seed,
-        tokenizer,
-        write_rows,
+    Raises:
+      ValueError: a damaged corpus, one of another target, or too few rows.
+      FileNotFoundError: no corpus there.
+    """
+    assert config.corpus is not None  # the caller looked
+    corpus = corpus_files.load_corpus(
+        config.corpus,
         vocab_size=target.config.vocab_size,
-        batch=config.write_rows,
-        max_prefix=config.max_prefix,
-        max_batches=max_batches,
-        seconds=seconds,
-        log=log,
+        fingerprint=target.config.fingerprint,
+    )
+    longest = max((bucket.length for bucket in corpus.buckets), default=0)
+    if longest > target.config.max_position:
+        raise ValueError(
+            f"{config.corpus} holds rows of {longest} tokens, the target has "
+            f"{target.config.max_position} positions"
+        )
+    return training_data.of_corpus(
+        corpus,
+        seed=config.seed,
+        batch_rows=config.batch_rows,
+        held_out_rows=config.held_out_rows,
     )
 
 
-def write_vocabulary(path: pathlib.Path, rows: Rows, target: Target) -> None:
-    """Ids of the corpus's answers by frequency, for drafting from a smaller head."""
-    ids = corpus.frequent_tokens(rows, target.config.vocab_size)
-    fingerprint = target.config.fingerprint
-    tensor_files.write_json(path, {"ids": ids, "target_fingerprint": fingerprint})
+def train(prepared: Prepared, *, progress: Progress, stop: Stop) -> dict[str, Any]:
+    """Takes the steps that are left; returns the run's figures.
+
+    Raises:
+      loop.NotFiniteError: the losses of all drafters are NaN or infinite.
+    """
+    folder, _, trainer, num_batches = prepared
+    config = folder.config
+    plan = folder.read_plan()
+    if plan is None:
+        plan = {
+            "total_steps": _total_steps(trainer, progress),
+            "tap_scale": list(trainer.train_config.tap_scale),
+            "num_batches": num_batches,
+            "target_fingerprint": trainer.target.config.fingerprint,
+        }
+        folder.write_plan(plan)
+    total = int(plan["total_steps"])
+    with saving.Checkpoints(
+        folder.checkpoints, keep_last=config.keep_last, keep_every=config.keep_every
+    ) as checkpoints:
+        if checkpoints.steps:
+            first = checkpoints.steps[-1]
+            state = checkpoints.load(first, trainer.abstract_state())
+        else:
+            first, state = 0, trainer.init_state()
+        if folder.is_resumed:
+            dropped = folder.drop_records_after(first)
+            progress.log(f"resumed at step {first}/{total}, {dropped} records dropped")
+        writer = None
+        if events.is_wanted(config.tensorboard):
+            writer = events.Events(folder.events, first)
+        try:
+            return _Training(prepared, plan, checkpoints, writer, progress, stop).run(
+                state, total
+            )
+        finally:
+            if writer is not None:
+                writer.close()
 
 
-def describe(rows: Rows, seconds: float) -> dict[str, Any]:
-    """Counts of a corpus."""
-    mask = np.asarray(rows.loss_mask)
-    return {
-        "num_rows": int(mask.shape[0]),
-        "num_answer_tokens": int(mask.sum()),
-        "answer_share": round(float(mask.mean()), 4),
-        "write_seconds": round(seconds, 1),
-    }
+class _Training:
+    """What the loop calls back: records, checkpoints, exports, plots, diagnosis."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        plan: dict[str, Any],
+        checkpoints: saving.Checkpoints,
+        writer: events.Events | None,
+        progress: Progress,
+        stop: Stop,
+    ):
+        self.folder, self.data, self.trainer, _ = prepared
+        self.config = self.folder.config
+        self.plan, self.checkpoints = plan, checkpoints
+        self.writer, self.progress, self.stop = writer, progress, stop
+        self.findings: Findings | None = None
+        self.held_out: dict[str, Any] = {}
+
+    def run(self, state: trainer_lib.TrainState, total: int) -> dict[str, Any]:
+        """The steps, then run.json."""
+        begin = time.monotonic()
+        first = int(state.step)
+        state = loop.run_steps(
+            self.trainer,
+            state,
+            total,
+            write=self.write,
+            checkpoint=self.checkpoint,
+            progress=self.progress,
+            stop=self.stop,
+        )
+        step = int(state.step)
+        if step < total:
+            self.checkpoints.wait()
+            return stopped(self.stop) | {"step": step, "total_steps": total}
+        if not self.held_out:  # nothing was left to do but the files
+            self.held_out = self.trainer.held_out(state, self.data.held_out)
+            self.export(state)
+        failures = self.diagnose(state, step)
+        findings = self.findings
+        assert findings is not None  # `diagnose` measures
+        result = {
+            "step": step,
+            "total_steps": total,
+            "stopped_by": None,
+            "held_out": self.held_out,
+            "data": self.data.counts,
+            "tap_scale": self.plan["tap_scale"],
+            "num_batches": self.plan["num_batches"],
+            "failing": failures,
+            "possible_causes": diagnosis.causes(findings) if failures else [],
+            "findings": findings._asdict(),
+            "drafters": {
+                name: str(self.folder.drafter(name)) for name in self.trainer.names
+            },
+            "device": jax.devices()[0].device_kind,
+            "num_devices": int(self.trainer.placement.mesh.size),
+            "jax": jax.__version__,
+            "num_steps_here": step - first,
+            "seconds": round(time.monotonic() - begin, 1),
+        }
+        self.checkpoints.wait()
+        self.folder.write_result(result)
+        return result
+
+    def write(self, record: dict[str, Any]) -> None:
+        """A record: to metrics.jsonl and to TensorBoard."""
+        self.folder.append(record)
+        if self.writer is not None:
+            self.writer.add(record)
+
+    def checkpoint(self, state: trainer_lib.TrainState, step: int) -> None:
+        """Held-out record first: a checkpoint's records are complete before it is."""
+        self.held_out = self.trainer.held_out(state, self.data.held_out)
+        self.write({"step": step, "held_out": self.held_out})
+        self.progress.log(f"step {step} held out: {brief(self.held_out)}")
+        self.checkpoints.save(step, state)
+        self.export(state)
+        total = self.plan["total_steps"]
+        if _EARLY_SHARE * total <= step < total:
+            self.diagnose(state, step)
+
+    def export(self, state: trainer_lib.TrainState) -> None:
+        """Drafters in DeepSpec's layout with their draft vocabulary; plots."""
+        ids = training_data.frequent_tokens(self.data.token_counts)
+        for name, drafter, params in zip(
+            self.trainer.names, self.trainer.drafters, state.params, strict=True
+        ):
+            folder = self.folder.drafter(name)
+            saving.export(folder, drafter, params, self.trainer.train_config.tap_scale)
+            tensor_files.write_json(
+                folder / drafter_load.VOCABULARY_FILE,
+                {"ids": ids, "target_fingerprint": drafter.target_fingerprint},
+            )
+        if plots.is_wanted(self.config.plots):
+            plots.draw(self.folder.plots, self.folder.read_records())
+
+    def diagnose(self, state: trainer_lib.TrainState, step: int) -> dict[str, str]:
+        """Reports drafters that fail to learn; returns the rule that each breaks."""
+        params = dict(zip(self.trainer.names, state.params, strict=True))
+        if self.findings is None:
+            self.findings = diagnosis.measure(
+                self.data.held_out,
+                self.data.token_counts,
+                target=self.trainer.target,
+                target_params=self.trainer.target_params,
+                head=self.trainer.head,
+                tap_layers=self.config.tap_layers,
+                tap_scale=self.trainer.train_config.tap_scale,
+                num_anchors=self.config.train.num_anchors,
+                num_rows=self.data.num_rows,
+            )
+        self.findings = diagnosis.at_step(
+            self.findings, params, step=step, batch_rows=self.config.batch_rows
+        )
+        failures = diagnosis.failing(self.held_out, self.findings)
+        if failures:
+            for line in diagnosis.describe(failures, self.findings):
+                self.progress.log(line)
+        return failures
 
 
-def tap_scale(
-    config: RunConfig, target: Target, target_params: PyTree, rows: Rows
+def stopped(stop: Stop) -> dict[str, Any]:
+    """The figures of a run that was ended by a signal before it was done."""
+    return {"stopped_by": stop.name}
+
+
+def warnings_of(counts: dict[str, Any]) -> list[str]:
+    """What a corpus' counts say about records that are not trained on as they were."""
+    found = []
+    for name, value in counts.items():
+        is_loss = any(word in name for word in ("dropped", "truncated", "unsupervised"))
+        if is_loss and isinstance(value, int) and value > 0:
+            found.append(f"{name.removeprefix('num_').replace('_', ' ')}: {value}")
+    return found
+
+
+def measure_tap_scale(
+    config: RunConfig, target: Target, target_params: PyTree, data: TrainingData
 ) -> tuple[float, ...]:
     """Factors of the tapped layers, measured on a few rows."""
-    batch = trainer_lib.take(rows, jnp.arange(min(16, rows.tokens.shape[0])))
+    batch = jax.tree.map(lambda x: jnp.asarray(x[:16]), data.held_out[0])
     compiled = jax.jit(
         target_states.compute, static_argnames=("target", "tap_layers", "attention")
     )
@@ -234,5 +379,36 @@ def tap_scale(
     return target_states.measure_tap_scale(states, len(config.tap_layers))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _total_steps(trainer: Trainer, progress: Progress) -> int:
+    """The configuration's number of steps, or what `train_seconds` allow here."""
+    config = trainer.config
+    if config.steps is not None:
+        return config.steps
+    state = trainer.init_state()
+    batches = [trainer.batches.at(index) for index in range(_TRIAL_STEPS)]
+    for batch in batches:
+        trainer.compile(state, batch)
+    state, _ = trainer.step(state, batches[0], 0, 1000)
+    jax.block_until_ready(state)
+    begin, count = time.monotonic(), 0
+    for index, batch in enumerate(batches):
+        state, _ = trainer.step(state, batch, index, 1000)
+        count += 1
+        if index % 3 == 2:
+            jax.block_until_ready(state)
+            if time.monotonic() - begin > _TRIAL_SHARE * config.train_seconds:
+                break
+    seconds = (time.monotonic() - begin) / count
+    # A few per cent for checkpoints, evaluation and logs.
+    total = max(int(0.96 * config.train_seconds / seconds), 1)
+    progress.log(f"{1e3 * seconds:.1f} ms a step: {total} steps")
+    return total
+
+
+def _listed(counts: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{value:,} {name.removeprefix('num_').replace('_', ' ')}"
+        if isinstance(value, int)
+        else f"{name.replace('_', ' ')} {value}"
+        for name, value in counts.items()
+    )

@@ -1,12 +1,10 @@
-"""How to train: the configurations of a step and of a whole run, and the schedules."""
+"""How to train: the configurations of a step and of a drafter, and the schedules."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
 from dspark_jax import config as config_lib
-from dspark_jax.config import DrafterConfig
-from dspark_jax.types import Target
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,63 +167,8 @@ class DrafterSpec:
     trainable: str = "all"
     init_from: str | None = None
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """A training run; see `configs/smollm2_dspark.toml`."""
-
-    target: str
-    drafters: tuple[DrafterSpec, ...]
-    train: TrainConfig
-    block_size: int
-    mask_token: int
-    tap_layers: tuple[int, ...]
-    compute_dtype: str = "bfloat16"
-    seed: int = 0
-    row_length: int = 320
-    write_rows: int = 2048
-    write_seconds: float = 120.0
-    max_rows: int = 131072
-    max_prefix: int = 176
-    max_user: int = 96
-    never_sampled: tuple[int, ...] = ()  # control tokens but the end of a turn
-    held_out_rows: int = 256
-    batch_rows: int = 64
-    train_seconds: float = 900.0
-    steps: int | None = None
-    checkpoint_seconds: float = 150.0
-    log_every: int = 50
-
-
-def recipes(config: RunConfig) -> tuple[Recipe, ...]:
-    """How each drafter of a run is trained."""
-    return tuple(
-        Recipe(loss=spec.loss or config.train.loss, trainable=spec.trainable)
-        for spec in config.drafters
-    )
-
-
-def drafter_configs(config: RunConfig, target: Target) -> tuple[DrafterConfig, ...]:
-    """The drafters' configurations: blocks as the target's, plus q and k norms."""
-    block = dataclasses.replace(target.config.block, qk_norm=True)
-    return tuple(
-        DrafterConfig(
-            vocab_size=target.config.vocab_size,
-            num_layers=spec.num_layers,
-            block=block,
-            max_position=target.config.max_position,
-            block_size=config.block_size,
-            mask_token=config.mask_token,
-            tap_layers=config.tap_layers,
-            num_target_layers=target.config.num_layers,
-            markov_kind=spec.markov_kind,  # type: ignore[arg-type]
-            markov_rank=spec.markov_rank,
-            confidence_kind=spec.confidence_kind,  # type: ignore[arg-type]
-            compute_dtype=config.compute_dtype,
-            target_fingerprint=target.config.fingerprint,
-        )
-        for spec in config.drafters
-    )
+    def __post_init__(self):
+        Recipe(trainable=self.trainable)  # its rule
 
 
 def _check_share(name: str, value: float) -> None:

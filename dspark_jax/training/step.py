@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import dspark
@@ -160,7 +160,7 @@ def train_step(
             if on_policy:
                 anchors = anchors_lib.everywhere(batch.loss_mask)
             else:
-                anchors = sample_anchors(key, batch, drafters[0], config)
+                anchors = sample_anchors(key, batch.loss_mask, drafters[0], config)
         return gradients(
             state.params,
             batch,
@@ -198,11 +198,14 @@ def train_step(
 
 
 def sample_anchors(
-    key: jax.Array, batch: Batch, drafter: DrafterConfig, config: TrainConfig
+    key: jax.Array,
+    loss_mask: Bool[Array, "B S"],
+    drafter: DrafterConfig,
+    config: TrainConfig,
 ) -> Anchors:
     """The anchors of one micro-step, whole blocks or of random lengths."""
     sizes = (config.min_block, drafter.block_size) if config.min_block else None
-    return anchors_lib.sample(key, batch.loss_mask, config.num_anchors, sizes=sizes)
+    return anchors_lib.sample(key, loss_mask, config.num_anchors, sizes=sizes)
 
 
 def apply_gradients(

@@ -1,47 +1,62 @@
-"""The compiled step of a run, fed from a corpus on the device.
+"""The compiled step of a run, fed with batches by step number, over a mesh of devices.
 
-The rows, the anchors and the learning rate of a step depend on the seed and its number
-only, so that a restart continues as if nothing had happened.
+The batch, the anchors and the learning rate of a step depend on the seed and the step's
+number only, so that a restart continues as if nothing had happened.
 """
 
 import functools
-import json
-import pathlib
-import signal
-import sys
-import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from dspark_jax.config import DrafterConfig
+from dspark_jax.training import anchors as anchors_lib
 from dspark_jax.training import (
-    anchors,
-    corpus,
     losses,
     objective,
+    run_config,
     settings,
+    sharding,
     target_states,
+    warm_start,
 )
 from dspark_jax.training import step as step_lib
-from dspark_jax.training.data import Rows
+from dspark_jax.training.anchors import Anchors
 from dspark_jax.training.objective import Outcome
-from dspark_jax.training.settings import (
-    DrafterSpec,
-    Recipe,
-    RunConfig,
-    TrainConfig,
-)
+from dspark_jax.training.run_config import RunConfig
+from dspark_jax.training.settings import Recipe, TrainConfig
 from dspark_jax.training.step import TrainState
 from dspark_jax.training.target_states import Batch
+from dspark_jax.training.training_data import BatchSource
 from dspark_jax.types import PyTree, Target
 
 
+class Placement(NamedTuple):
+    """How a run's arrays lie on its devices."""
+
+    mesh: Mesh
+    state: PyTree  # a sharding for every array of a TrainState
+    batch: NamedSharding
+    everywhere: NamedSharding  # the target, on every device
+
+
+class StepReport(NamedTuple):
+    """What a step leaves behind besides the state."""
+
+    outcomes: tuple[Outcome, ...]  # one a drafter
+    anchors: jax.Array  # uint32 [], a checksum of the anchors
+
+
 class Trainer:
-    """The compiled step and what it is fed with."""
+    """The compiled step and what it is fed with.
+
+    Args:
+      config, train: of the run; `train` has the measured tap factors.
+      batches: whole batches of `config.batch_rows` rows.
+    """
 
     def __init__(
         self,
@@ -50,149 +65,187 @@ class Trainer:
         target: Target,
         target_params: PyTree,
         drafters: tuple[DrafterConfig, ...],
-        rows: Rows,
+        batches: BatchSource,
     ):
         self.config, self.train_config = config, train
-        held = config.held_out_rows
-        self.rows = jax.tree.map(lambda x: x[held:], rows)
-        self.held_rows = jax.tree.map(lambda x: x[:held], rows)
-        self.target_params = target_params
-        self.head = jax.jit(losses.head_matrix, static_argnums=0)(target, target_params)
-        self.key = jax.random.fold_in(jax.random.key(config.seed), 2)
+        self.target, self.drafters, self.batches = target, drafters, batches
+        self.placement = place(config, jax.eval_shape(self._init, target_params))
+        everywhere = self.placement.everywhere
+        self.target_params = jax.device_put(target_params, everywhere)
+        self.head = jax.jit(losses.head_matrix, static_argnums=0)(
+            target, self.target_params
+        )
+        key = jax.random.key(config.seed)
+        self._key = jax.device_put(jax.random.fold_in(key, 2), everywhere)
+        self._held_out_key = jax.device_put(jax.random.fold_in(key, 3), everywhere)
         static: dict[str, Any] = {
             "target": target,
             "drafters": drafters,
+            "recipes": run_config.recipes(config),
             "config": train,
-            "recipes": settings.recipes(config),
         }
-        self.recipes = settings.recipes(config)
         self._step = jax.jit(
-            functools.partial(_corpus_step, **static), donate_argnames=("state",)
+            functools.partial(_step, **static, micro_steps=config.micro_steps),
+            static_argnames=("on_policy",),
+            donate_argnames=("state",),
+            out_shardings=(self.placement.state, everywhere),
         )
-        self._evaluate = jax.jit(functools.partial(_corpus_loss, **static))
-        self.compile_seconds = 0.0
+        self._evaluate = jax.jit(functools.partial(_evaluate, **static))
+        self._compiled: dict[tuple[tuple[int, ...], bool], Any] = {}
+
+    def init_state(self) -> TrainState:
+        """Step 0: every drafter from the seed, or from its `init_from`.
+
+        Raises:
+          ValueError: a folder to start from that does not fit (`warm_start.load`).
+        """
+        make = jax.jit(self._init, out_shardings=self.placement.state)
+        state = make(self.target_params)
+        params = list(state.params)
+        for index, spec in enumerate(self.config.drafters):
+            if spec.init_from is not None:
+                params[index] = jax.device_put(
+                    warm_start.load(
+                        spec.init_from,
+                        self.drafters[index],
+                        state.params[index],
+                        self.train_config.tap_scale,
+                    ),
+                    self.placement.state.params[index],
+                )
+        return state.replace(params=tuple(params))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of a state, to load one."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=sharding
+            ),
+            jax.eval_shape(self._init, self.target_params),
+            self.placement.state,
+        )
 
     def step(
-        self, state: TrainState, index: int, total: int
-    ) -> tuple[TrainState, tuple[Outcome, ...]]:
-        """Step `index` of `total`; the state is donated."""
-        rows = corpus.rows_of_step(
-            self.config.seed, index, self.config.batch_rows, self.rows.tokens.shape[0]
-        )
+        self, state: TrainState, batch: Batch, index: int, total: int
+    ) -> tuple[TrainState, StepReport]:
+        """Step `index` of `total` on the batch of that step; the state is donated."""
+        on_policy = settings.is_on_policy(index, total, self.train_config)
+        compiled = self.compile(state, batch, on_policy=on_policy)
         rate = settings.learning_rate(index, total, self.train_config)
-        ce = settings.ce_weights(index, total, self.recipes)
-        return self.compiled(
-            state=state,
-            key=self.key,
-            corpus_rows=self.rows,
-            index=jnp.asarray(rows),
-            target_params=self.target_params,
-            head=self.head,
-            rate=jnp.float32(rate),
-            ce=jnp.asarray(ce, jnp.float32),
-        )
+        ce = settings.ce_weights(index, total, run_config.recipes(self.config))
+        return compiled(**self._inputs(state, batch, rate, ce))
 
-    def compile(self, state: TrainState) -> None:
-        """Compiles the step for this state."""
-        start = time.monotonic()
-        lowered = self._step.lower(
-            state=state,
-            key=self.key,
-            corpus_rows=self.rows,
-            index=jnp.zeros(self.config.batch_rows, jnp.int32),
-            target_params=self.target_params,
-            head=self.head,
-            rate=jnp.float32(0),
-            ce=jnp.zeros(len(self.recipes), jnp.float32),
-        )
-        self.compiled = lowered.compile()
-        self.compile_seconds = time.monotonic() - start
+    def compile(
+        self, state: TrainState, batch: Batch, *, on_policy: bool = False
+    ) -> Any:
+        """The step's program for batches of this shape, compiled once."""
+        program = tuple(batch.tokens.shape), on_policy
+        if program not in self._compiled:
+            inputs = self._inputs(state, batch, 0.0, [0.0] * len(self.drafters))
+            lowered = self._step.lower(**inputs, on_policy=on_policy)
+            self._compiled[program] = lowered.compile()
+        return self._compiled[program]
 
-    def plan(
-        self, state: TrainState, params: tuple, clock: "Clock"
-    ) -> tuple[TrainState, int]:
-        """Measures a few steps, then starts afresh with as many as the time allows."""
-        self.compile(state)
-        clock.log(f"compiled the step in {self.compile_seconds:.1f} s")
-        if self.config.steps is not None:
-            return state, self.config.steps
-        kept = jax.tree.map(np.asarray, params)  # the state is donated
-        state, _ = self.step(state, 0, 1000)
-        jax.block_until_ready(state)
-        start, count = time.monotonic(), 30
-        for index in range(count):
-            state, _ = self.step(state, index, 1000)
-        jax.block_until_ready(state)
-        seconds = (time.monotonic() - start) / count
-        # A few per cent for checkpoints, evaluation and logs.
-        total = max(int(0.96 * self.config.train_seconds / seconds), 1)
-        clock.log(f"{1e3 * seconds:.1f} ms a step: {total} steps")
-        params = jax.tree.map(jnp.asarray, kept)
-        return step_lib.init_state(params, self.train_config), total
-
-    def train(
-        self,
-        state: TrainState,
-        total: int,
-        path: pathlib.Path,
-        checkpoint: Callable[[TrainState], Any],
-        clock: "Clock",
-    ) -> TrainState:
-        """Steps from the state's own number to `total`; stops early on SIGTERM."""
-        previous = signal.signal(signal.SIGTERM, clock.stop)
-        first = int(state.step)
-        saved = logged = time.monotonic()
-        waiting: list[Any] = []
-        for index in range(first, total):
-            state, outcomes = self.step(state, index, total)
-            waiting.append(outcomes)
-            is_last = index == total - 1 or clock.is_stopped
-            if len(waiting) == self.config.log_every or is_last:
-                found = _summarise(waiting, self.config.drafters)
-                now = time.monotonic()
-                record = {
-                    "step": index + 1,
-                    "step_ms": round(1e3 * (now - logged) / len(waiting), 2),
-                    "learning_rate": settings.learning_rate(
-                        index, total, self.train_config
-                    ),
-                    "drafters": found,
-                }
-                append(path, record)
-                clock.log(f"step {index + 1}/{total} {brief(found)}")
-                waiting, logged = [], time.monotonic()
-            if clock.is_stopped:
-                break
-            if time.monotonic() - saved > self.config.checkpoint_seconds:
-                checkpoint(state)
-                saved = logged = time.monotonic()
-        signal.signal(signal.SIGTERM, previous)
-        return state
-
-    def held_out(self, state: TrainState) -> dict[str, Any]:
-        """Metrics on rows that are never trained on; the same anchors every time."""
+    def held_out(
+        self, state: TrainState, batches: tuple[Batch, ...]
+    ) -> dict[str, dict[str, Any]]:
+        """Metrics on batches that are never trained on; always the same anchors."""
         found = []
-        size = self.config.batch_rows
-        for begin in range(0, self.held_rows.tokens.shape[0] - size + 1, size):
-            index = jnp.arange(begin, begin + size, dtype=jnp.int32)
-            found.append(
-                self._evaluate(
-                    params=state.params,
-                    key=self.key,
-                    corpus_rows=self.held_rows,
-                    index=index,
-                    target_params=self.target_params,
-                    head=self.head,
+        for number, batch in enumerate(batches):
+            # Parts of the size of a micro-step: what fits in training fits here.
+            for part in range(self.config.micro_steps):
+                rows = jax.tree.map(
+                    lambda x, part=part: x[part :: self.config.micro_steps], batch
                 )
-            )
-        return _summarise(found, self.config.drafters) if found else {}
+                found.append(
+                    self._evaluate(
+                        self._held_out_key,
+                        np.uint32(number * self.config.micro_steps + part),
+                        state.params,
+                        jax.device_put(rows, self.placement.batch),
+                        self.target_params,
+                        self.head,
+                    )
+                )
+        summary = summarise(jax.device_get(found), self.names)
+        for record in summary.values():
+            del record["gradient_norm"]  # there is none without a step
+        return summary
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.config.drafters)
+
+    def _init(self, target_params: PyTree) -> TrainState:
+        # One key for all: drafters that differ in a head begin with one backbone.
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
+        params = tuple(
+            step_lib.init_params(key, drafter, target_params.final_norm)
+            for drafter in self.drafters
+        )
+        return step_lib.init_state(params, self.train_config)
+
+    def _inputs(
+        self, state: TrainState, batch: Batch, rate: float, ce: list[float]
+    ) -> dict[str, Any]:
+        return {
+            "key": self._key,
+            "state": state,
+            "batch": jax.device_put(batch, self.placement.batch),
+            "target_params": self.target_params,
+            "head": self.head,
+            "rate": np.float32(rate),
+            "ce": np.asarray(ce, np.float32),
+        }
 
 
-def _corpus_step(
-    state: TrainState,
+def place(config: RunConfig, state: PyTree) -> Placement:
+    """The run's mesh and shardings.
+
+    Raises:
+      ValueError: more devices than there are, or batches that cannot be divided.
+    """
+    mesh = sharding.make_mesh(
+        config.data_parallel or 0, config.fsdp, jax.local_devices()
+    )
+    rows = config.batch_rows // config.micro_steps
+    if rows % mesh.size:
+        raise ValueError(
+            "batch_rows / micro_steps must be a multiple of data_parallel x fsdp = "
+            f"{mesh.shape['data']} x {mesh.shape['fsdp']}, got {rows} "
+            "(data_parallel = 1 takes one device)"
+        )
+    return Placement(
+        mesh=mesh,
+        state=sharding.state_sharding(mesh, state),
+        batch=sharding.batch_sharding(mesh),
+        everywhere=sharding.replicated(mesh),
+    )
+
+
+def summarise(
+    outcomes: list[tuple[Outcome, ...]], names: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """Ratios of sums over several steps, by drafter; host arrays in."""
+    found = {}
+    for number, name in enumerate(names):
+        own = [outcome[number] for outcome in outcomes]
+        record: dict[str, Any] = {
+            "loss": round(float(np.mean([o.loss for o in own])), 5),
+            "gradient_norm": round(float(np.mean([o.gradient_norm for o in own])), 4),
+        }
+        for metric in own[0].metrics:
+            top = np.sum([o.metrics[metric][0] for o in own], axis=0)
+            bottom = np.sum([o.metrics[metric][1] for o in own], axis=0)
+            record[metric] = np.round(top / np.maximum(bottom, 1e-6), 5).tolist()
+        found[name] = record
+    return found
+
+
+def _step(
     key: jax.Array,
-    corpus_rows: Rows,
-    index: jax.Array,
+    state: TrainState,
+    batch: Batch,
     target_params: PyTree,
     head: jax.Array,
     rate: jax.Array,
@@ -202,11 +255,25 @@ def _corpus_step(
     drafters: tuple[DrafterConfig, ...],
     recipes: tuple[Recipe, ...],
     config: TrainConfig,
-) -> tuple[TrainState, tuple[Outcome, ...]]:
-    return step_lib.train_step(
-        jax.random.fold_in(key, state.step),
+    micro_steps: int,
+    on_policy: bool,
+) -> tuple[TrainState, StepReport]:
+    key = jax.random.fold_in(key, state.step)
+    if micro_steps > 1:
+        # Every micro-step takes rows from everywhere: each device keeps its own.
+        batch = jax.tree.map(
+            lambda x: jnp.swapaxes(
+                x.reshape(x.shape[0] // micro_steps, micro_steps, *x.shape[1:]), 0, 1
+            ),
+            batch,
+        )  # [U, B, S]
+    if on_policy:
+        batch = _fewer_rows(batch, config.num_anchors)
+    anchors = _sample(key, batch, drafters[0], config, on_policy)
+    state, outcomes = step_lib.train_step(
+        key,
         state,
-        take(corpus_rows, index),
+        batch,
         target_params,
         rate,
         ce,
@@ -215,14 +282,17 @@ def _corpus_step(
         recipes=recipes,
         config=config,
         head=head,
+        anchors=anchors,
+        on_policy=on_policy,
     )
+    return state, StepReport(outcomes, _checksum(anchors))
 
 
-def _corpus_loss(
-    params: tuple,
+def _evaluate(
     key: jax.Array,
-    corpus_rows: Rows,
-    index: jax.Array,
+    number: jax.Array,
+    params: tuple,
+    batch: Batch,
     target_params: PyTree,
     head: jax.Array,
     *,
@@ -231,16 +301,15 @@ def _corpus_loss(
     recipes: tuple[Recipe, ...],
     config: TrainConfig,
 ) -> tuple[Outcome, ...]:
-    batch = take(corpus_rows, index)
     states = target_states.compute(
         target, target_params, batch, drafters[0].tap_layers, config.attention
     )
-    key = jax.random.fold_in(key, index[0])
+    key = jax.random.fold_in(key, number)
     return objective.evaluate(
         params,
         batch,
         states,
-        anchors.sample(key, batch.loss_mask, config.num_anchors),
+        anchors_lib.sample(key, batch.loss_mask, config.num_anchors),
         functools.partial(target.embed, target_params),
         head,
         jnp.asarray([recipe.loss.ce_weight for recipe in recipes], jnp.float32),
@@ -250,57 +319,40 @@ def _corpus_loss(
     )
 
 
-def take(rows: Rows, index: jax.Array) -> Batch:
-    """The rows of these indices, for a step."""
-    return Batch(
-        tokens=jnp.take(rows.tokens, index, axis=0).astype(jnp.int32),
-        loss_mask=jnp.take(rows.loss_mask, index, axis=0),
-    )
+def _fewer_rows(batch: Batch, num_anchors: int) -> Batch:
+    """As many rows as have `num_anchors` blocks a row when all positions have one."""
+    rows, length = batch.tokens.shape[-2:]
+    count = max(rows * num_anchors // length, 1)
+    return jax.tree.map(lambda x: x[..., :count, :], batch)
 
 
-def _summarise(outcomes: list, specs: tuple[DrafterSpec, ...]) -> dict[str, Any]:
-    """Ratios of sums over several steps, by drafter."""
-    outcomes = jax.device_get(outcomes)
-    found = {}
-    for number, spec in enumerate(specs):
-        own = [outcome[number] for outcome in outcomes]
-        record = {
-            "loss": round(float(np.mean([o.loss for o in own])), 5),
-            "gradient_norm": round(float(np.mean([o.gradient_norm for o in own])), 4),
-        }
-        for name in own[0].metrics:
-            top = np.sum([o.metrics[name][0] for o in own], axis=0)
-            bottom = np.sum([o.metrics[name][1] for o in own], axis=0)
-            record[name] = np.round(top / np.maximum(bottom, 1e-6), 5).tolist()
-        found[spec.name] = record
-    return found
+def _sample(
+    key: jax.Array,
+    batch: Batch,
+    drafter: DrafterConfig,
+    config: TrainConfig,
+    on_policy: bool,
+) -> Anchors:
+    """The anchors of a batch [B, S], or of every part of one [U, B, S]."""
+
+    def sample(key, mask):
+        if on_policy:
+            return anchors_lib.everywhere(mask)
+        return step_lib.sample_anchors(key, mask, drafter, config)
+
+    if batch.loss_mask.ndim == 2:
+        return sample(key, batch.loss_mask)
+    keys = jax.random.split(key, batch.loss_mask.shape[0])
+    return jax.vmap(sample)(keys, batch.loss_mask)
 
 
-def brief(found: dict[str, Any]) -> str:
-    """One line about every drafter."""
-    return " | ".join(
-        f"{name}: loss {r['loss']:.4f} tau {r['tau_probabilistic']:.4f} "
-        f"accept {r['accept_rate'][0]:.4f}"
-        for name, r in found.items()
-    )
-
-
-def append(path: pathlib.Path, record: dict[str, Any]) -> None:
-    """Adds one JSON object as a line."""
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-
-
-class Clock:
-    """Seconds since the start, on every progress line; SIGTERM asks for a stop."""
-
-    def __init__(self, start: float):
-        self.start = start
-        self.is_stopped = False
-
-    def log(self, text: str) -> None:
-        sys.stderr.write(f"[{time.monotonic() - self.start:7.1f} s] {text}\n")
-        sys.stderr.flush()
-
-    def stop(self, *_: Any) -> None:
-        self.is_stopped = True
+def _checksum(anchors: Anchors) -> jax.Array:
+    """A number that tells other anchors apart: values times odd weights, mod 2^32."""
+    total = jnp.uint32(0)
+    for number, leaf in enumerate(jax.tree.leaves(anchors)):
+        values = leaf.astype(jnp.uint32).reshape(-1) + jnp.uint32(1)
+        index = jnp.arange(values.shape[0], dtype=jnp.uint32)
+        weights = (index * jnp.uint32(2654435761) + jnp.uint32(number)) | jnp.uint32(1)
+        mixed = (values ^ (values << jnp.uint32(16))) * weights
+        total = total * jnp.uint32(31) + jnp.sum(mixed, dtype=jnp.uint32)
+    return total

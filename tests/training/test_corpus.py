@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from dspark_jax.training import corpus, data, prompts
-from dspark_jax.training.smoke import ByteTokenizer
-
-TOKENIZER = ByteTokenizer()
 
 
-def test_fixed_parts_add_up_to_a_chat():
-    chat = corpus.chat_tokens(TOKENIZER)
+@pytest.fixture(name="tokenizer", scope="module")
+def _tokenizer(tiny):
+    return tiny.ByteTokenizer()
+
+
+def test_fixed_parts_add_up_to_a_chat(tokenizer):
+    chat = corpus.chat_tokens(tokenizer)
     messages = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "bc"},
@@ -35,13 +37,13 @@ def test_fixed_parts_add_up_to_a_chat():
         chat.end_of_turn,
         *chat.to_answer,
     )
-    assert parts == tuple(TOKENIZER.encode_chat(messages))
+    assert parts == tuple(tokenizer.encode_chat(messages))
 
 
-def test_prefixes_are_of_three_kinds():
-    chat = corpus.chat_tokens(TOKENIZER)
+def test_prefixes_are_of_three_kinds(tokenizer):
+    chat = corpus.chat_tokens(tokenizer)
     rng = np.random.default_rng(0)
-    found, domains = corpus.make_prefixes(rng, TOKENIZER, chat, 1000, 150)
+    found, domains = corpus.make_prefixes(rng, tokenizer, chat, 1000, 150)
     lengths, complete = np.asarray(found.lengths), np.asarray(found.is_complete)
     tokens = np.asarray(found.tokens)
     assert 0.25 < complete.mean() < 0.5  # 45 %, less those that are too long
@@ -66,7 +68,7 @@ def fake_rows(key, shared, prefixes):
     return data.Rows(tokens=tokens, loss_mask=tokens > 250)
 
 
-def test_write_keeps_to_its_budgets():
+def test_write_keeps_to_its_budgets(tokenizer):
     settings = {
         "vocab_size": 500,
         "batch": 4,
@@ -74,19 +76,19 @@ def test_write_keeps_to_its_budgets():
         "log": lambda text: None,
     }
     rows, count = corpus.write(
-        0, TOKENIZER, fake_rows, max_batches=3, seconds=1e9, **settings
+        0, tokenizer, fake_rows, max_batches=3, seconds=1e9, **settings
     )
     assert count == 3
     assert rows.tokens.shape == (12, 12)
     assert rows.tokens.dtype == jnp.uint16
     first, count = corpus.write(
-        0, TOKENIZER, fake_rows, max_batches=3, seconds=0.0, **settings
+        0, tokenizer, fake_rows, max_batches=3, seconds=0.0, **settings
     )
     assert count == 1
     np.testing.assert_array_equal(first.tokens, rows.tokens[:4])
     wide, _ = corpus.write(
         0,
-        TOKENIZER,
+        tokenizer,
         fake_rows,
         max_batches=1,
         seconds=0.0,
@@ -95,22 +97,17 @@ def test_write_keeps_to_its_budgets():
     assert wide.tokens.dtype == jnp.int32  # ids past 65,535 do not wrap around
 
 
-def test_frequent_tokens_are_those_of_answers():
-    rows = data.Rows(
-        tokens=jnp.asarray([[5, 5, 3, 3, 3, 7], [7, 1, 2, 3, 5, 5]], jnp.uint16),
-        loss_mask=jnp.asarray([[1, 1, 0, 0, 1, 1], [1, 0, 0, 0, 1, 0]]) > 0,
+def test_writing_ends_when_asked(tokenizer):
+    _, count = corpus.write(
+        0,
+        tokenizer,
+        fake_rows,
+        vocab_size=500,
+        batch=4,
+        max_prefix=40,
+        max_batches=9,
+        seconds=1e9,
+        log=lambda text: None,
+        is_stopped=lambda: True,
     )
-    assert corpus.frequent_tokens(rows, 10) == [5, 7, 3]
-    assert corpus.frequent_tokens(rows, 10, limit=2) == [5, 7]
-
-
-def test_every_epoch_is_a_permutation():
-    epochs = [
-        np.concatenate([corpus.rows_of_step(3, 4 * e + s, 5, 22) for s in range(4)])
-        for e in range(2)
-    ]
-    for epoch in epochs:
-        assert len(set(epoch.tolist())) == 20
-    assert np.any(epochs[0] != epochs[1])
-    with pytest.raises(ValueError, match="a batch of 5 rows needs as many rows, got 4"):
-        corpus.rows_of_step(0, 0, 5, 4)
+    assert count == 1

@@ -1,7 +1,4 @@
-"""State files, exports and pieces."""
-
-import hashlib
-import tarfile
+"""Checkpoints, corpora and exports."""
 
 import chex
 import jax
@@ -10,85 +7,94 @@ import numpy as np
 import pytest
 
 from dspark_jax.interop import deepspec
-from dspark_jax.training import data, saving, settings, smoke, step
-from dspark_jax.training import run as run_lib
-from dspark_jax.training.settings import DrafterSpec, RunConfig
-
-RUN = RunConfig(
-    target="tiny",
-    drafters=(DrafterSpec(name="a", num_layers=1, markov_rank=4),),
-    train=settings.TrainConfig(),
-    block_size=3,
-    mask_token=16,
-    tap_layers=(0, 2),
-    compute_dtype="float32",
-)
+from dspark_jax.training import data, run_config, saving, settings, step
 
 
-@pytest.fixture(name="parts", scope="module")
-def _parts():
-    target, params = smoke.random_target(smoke.TINY, "float32")
-    drafters = settings.drafter_configs(RUN, target)
-    return drafters[0], run_lib.initial_params(RUN, drafters, params)
+@pytest.fixture(name="drafter", scope="module")
+def _drafter(root, tiny):
+    target, params = tiny.random_target()
+    config = run_config.drafter_configs(tiny.config(root), target)[0]
+    return config, step.init_params(jax.random.key(0), config, params.final_norm)
 
 
-def test_state_comes_back(tmp_path, parts):
-    state = step.init_state(parts[1], settings.TrainConfig())
-    saving.save_state(tmp_path / "s.safetensors", state, {"total": np.int64(9)})
-    empty = jax.tree.map(jnp.zeros_like, state)
-    found, numbers = saving.load_state(tmp_path / "s.safetensors", empty)
-    chex.assert_trees_all_equal(found, state)
-    assert int(numbers["total"]) == 9
-    assert [p.name for p in tmp_path.iterdir()] == ["s.safetensors"]
+def test_state_comes_back_although_it_was_donated(tmp_path, drafter):
+    state = step.init_state((drafter[1],), settings.TrainConfig())
+    expected = jax.device_get(state)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    double = jax.jit(lambda s: jax.tree.map(lambda x: x + x, s), donate_argnums=0)
+    with saving.Checkpoints(tmp_path / "c") as checkpoints:
+        checkpoints.save(3, state)
+        for _ in range(3):
+            state = double(state)
+    with saving.Checkpoints(tmp_path / "c") as checkpoints:
+        assert checkpoints.steps == (3,)
+        chex.assert_trees_all_equal(checkpoints.load(3, like), expected)
+
+
+def test_kept_checkpoints(tmp_path):
+    with saving.Checkpoints(tmp_path, keep_last=2, keep_every=10) as checkpoints:
+        for index in (5, 10, 15, 20, 23, 26):
+            checkpoints.save(index, {"a": jnp.ones(3)})
+    with saving.Checkpoints(tmp_path, keep_last=2, keep_every=10) as checkpoints:
+        assert checkpoints.steps == (10, 20, 23, 26)
 
 
 def test_state_of_another_run_is_refused(tmp_path):
-    saving.save_state(tmp_path / "s.safetensors", {"a": jnp.ones(3)}, {})
-    with pytest.raises(
-        ValueError, match=r"'a' should have shape \(2,\), it has \(3,\)"
-    ):
-        saving.load_state(tmp_path / "s.safetensors", {"a": jnp.ones(2)})
-    with pytest.raises(ValueError, match=r"'b' should have shape \(2,\), it has None"):
-        saving.load_state(
-            tmp_path / "s.safetensors", {"a": jnp.ones(3), "b": jnp.ones(2)}
-        )
+    with saving.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": jnp.ones(3)})
+        with pytest.raises(
+            ValueError, match=r"'a' should be float32 \(2,\), it is float32 \(3,\)"
+        ):
+            checkpoints.load(1, {"a": jnp.ones(2)})
+        with pytest.raises(ValueError, match=r"'b' should be .*, it is None"):
+            checkpoints.load(1, {"a": jnp.ones(3), "b": jnp.ones(3)})
 
 
 def test_rows_come_back(tmp_path):
-    tokens = jnp.arange(33, dtype=jnp.uint16).reshape(3, 11)
+    tokens = np.arange(33, dtype=np.uint16).reshape(3, 11)
     rows = data.Rows(tokens=tokens, loss_mask=tokens % 3 == 0)
-    saving.save_rows(tmp_path / "rows.npz", rows)
-    chex.assert_trees_all_equal(saving.load_rows(tmp_path / "rows.npz"), rows)
+    saving.save_rows(tmp_path / "rows.npz", rows, 7)
+    found, count = saving.load_rows(tmp_path / "rows.npz")
+    chex.assert_trees_all_equal(found, rows)
+    assert count == 7
 
 
-def test_export_is_a_deepspec_folder(tmp_path, parts):
-    config, (params,) = parts
-    saving.export(tmp_path / "a", config, params, tap_scale=(2.0, 0.5), dtype="float32")
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (None, "is not a corpus of rows"),
+        ({"tokens": np.zeros((2, 3), np.int32)}, "loss_mask is not a file"),
+        (
+            {
+                "tokens": np.zeros((2, 9), np.int32),
+                "loss_mask": np.zeros((2, 1), np.uint8),
+                "num_batches": 1,
+            },
+            r"tokens are int32 \(2, 9\), the mask's bits uint8 \(2, 1\)",
+        ),
+    ],
+)
+def test_damaged_corpora(tmp_path, arrays, message):
+    path = tmp_path / "corpus.npz"
+    if arrays is None:
+        path.write_bytes(b"PK\3\4 cut off")
+    else:
+        np.savez(path, **arrays)
+    with pytest.raises(ValueError, match=message):
+        saving.load_rows(path)
+
+
+def test_export_is_a_deepspec_folder(tmp_path, drafter):
+    config, params = drafter
+    scale = (2.0, 0.5, 1.0)
+    saving.export(tmp_path / "a", config, params, tap_scale=scale, dtype="float32")
     found_config, found, _ = deepspec.load(tmp_path / "a")
     assert found_config.tap_layers == config.tap_layers
     assert found.embed is None
     np.testing.assert_array_equal(found.markov.w2, params.markov.w2)
-    half = config.width
+    factors = np.repeat(np.asarray(scale, np.float32), config.width)
     np.testing.assert_array_equal(
-        found.backbone.fc[:, :half], 2 * params.backbone.fc[:, :half]
+        found.backbone.fc, np.asarray(params.backbone.fc) * factors
     )
-    np.testing.assert_array_equal(
-        found.backbone.fc[:, half:], params.backbone.fc[:, half:] / 2
-    )
-
-
-def test_pieces_join_to_a_tar(tmp_path):
-    content = np.random.default_rng(0).bytes(5000)
-    (tmp_path / "x.bin").write_bytes(content)
-    count = saving.write_pieces(
-        tmp_path / "out", {"x.bin": tmp_path / "x.bin"}, piece_bytes=3000
-    )
-    assert count > 1
-    joined = b"".join(
-        (tmp_path / "out" / f"export.tar.part{i}").read_bytes() for i in range(count)
-    )
-    listed = (tmp_path / "out" / "export.tar.sha256").read_text()
-    assert listed.startswith(hashlib.sha256(joined).hexdigest())
-    (tmp_path / "joined.tar").write_bytes(joined)
-    with tarfile.open(tmp_path / "joined.tar") as archive:
-        assert archive.extractfile("x.bin").read() == content

@@ -1,0 +1,72 @@
+"""Batches of rows by step, held-out rows and counts."""
+
+import numpy as np
+import pytest
+
+from dspark_jax.training import data, training_data
+
+
+def make_rows(num_rows=27, length=6):
+    tokens = np.arange(num_rows * length).reshape(num_rows, length).astype(np.uint16)
+    return data.Rows(tokens=tokens, loss_mask=tokens % 3 > 0)
+
+
+def of_rows(rows, **changes):
+    settings = {"seed": 3, "batch_rows": 5, "held_out_rows": 5, "vocab_size": 200}
+    return training_data.of_rows(rows, **settings | changes)
+
+
+def test_every_epoch_is_a_permutation():
+    found = of_rows(make_rows())
+    firsts = [found.batches.at(step).tokens[:, 0] // 6 for step in range(8)]
+    epochs = np.concatenate(firsts[:4]), np.concatenate(firsts[4:])
+    for epoch in epochs:
+        assert len(set(epoch.tolist())) == 20
+        assert epoch.min() >= 5  # the held-out rows come first
+    assert np.any(epochs[0] != epochs[1])
+    np.testing.assert_array_equal(found.batches.at(2).tokens[:, 0] // 6, firsts[2])
+    assert found.batches.at(0).tokens.dtype == np.int32
+
+
+def test_the_permutation_is_made_once_an_epoch(monkeypatch):
+    made = []
+    make = np.random.default_rng
+
+    def counted(seed):
+        made.append(seed)
+        return make(seed)
+
+    found = of_rows(make_rows())
+    monkeypatch.setattr(np.random, "default_rng", counted)
+    for step in range(8):
+        found.batches.at(step)
+    assert made == [[3, 1, 0], [3, 1, 1]]
+
+
+def test_counts_and_held_out_batches():
+    rows = make_rows()
+    rows.loss_mask[1] = False
+    found = of_rows(rows, held_out_rows=10)
+    assert len(found.held_out) == 2
+    np.testing.assert_array_equal(found.held_out[1].tokens, rows.tokens[5:10])
+    assert found.num_rows == 17
+    assert found.counts == {
+        "num_rows": 27,
+        "num_held_out_rows": 10,
+        "num_tokens": 162,
+        "num_supervised_tokens": 104,
+        "num_unsupervised_rows": 1,
+    }
+
+
+def test_frequent_tokens():
+    counts = np.asarray([0, 3, 1, 0, 3, 2])
+    assert training_data.frequent_tokens(counts) == [1, 4, 5, 2]
+    assert training_data.frequent_tokens(counts, limit=2) == [1, 4]
+
+
+def test_too_few_rows():
+    with pytest.raises(ValueError, match="9 rows are too few for 5 held-out rows and"):
+        of_rows(make_rows(9))
+    with pytest.raises(ValueError, match="a batch of 5 rows needs as many rows, got 4"):
+        training_data.RowBatches(make_rows(4), 0, 5)
