@@ -16,7 +16,7 @@ import numpy as np
 
 from dspark_jax import checks, types
 from dspark_jax.config import Speculation
-from dspark_jax.decoding import generate
+from dspark_jax.decoding import arguments, generate
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import Drafter, PyTree, Target
 
@@ -142,16 +142,16 @@ def record(
     width = min(width, target.config.max_position)
     if longest > width:
         raise ValueError(f"`prompts` must have at most {width} tokens, got {longest}")
-    plan = _Plan(
-        target=target,
-        drafter=drafter,
-        options=Speculation(
-            draft_length=draft_length,
-            rule=rule,  # type: ignore[arg-type]
-            candidates=candidates,
-        ),
-        max_new_tokens=max_new_tokens,
+    options = Speculation(
+        draft_length=draft_length,
+        rule=rule,  # type: ignore[arg-type]
+        candidates=candidates,
     )
+    # Values are known here, not under the trace.
+    length = arguments.check_models(target, drafter, options, is_speculative=True)
+    arguments.make_threshold(confidence_threshold, drafter, batch)
+    arguments.make_temperatures(confidence_temperatures, length)
+    plan = _Plan(target, drafter, options, max_new_tokens)
     inputs = _Inputs(
         sampling=Sampling(temperature=_number(temperature or None)),
         stop_tokens=_stop_tokens(stop_tokens, target),
@@ -190,7 +190,6 @@ def record(
             done += len(chosen)
             if progress is not None:
                 progress(done, total)
-    length = draft_length or drafter.config.block_size
     return [_collect(logs, order, batch, length) for logs in found]
 
 
