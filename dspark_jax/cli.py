@@ -15,7 +15,7 @@ from typing import NoReturn
 import dspark_jax
 from dspark_jax.commands import failure
 
-COMMANDS = ("generate",)
+COMMANDS = ("generate", "evaluate", "calibrate")
 
 _EPILOG = """\
 examples:

@@ -115,7 +115,7 @@ def load(arguments: argparse.Namespace) -> Models:
     Raises:
       Failure: a source that is missing, damaged or does not fit.
     """
-    _keep_compiled_programs()
+    keep_compiled_programs()
     name = arguments.drafter or _default_drafter(arguments.target)
     with failure.of_input():
         path = fetch.locate(arguments.target)
@@ -183,7 +183,7 @@ def _number(value: Any, dtype: Any) -> Any:
     return None if value is None else np.asarray(value, dtype)
 
 
-def _keep_compiled_programs() -> None:
+def keep_compiled_programs() -> None:
     """Turns JAX's persistent cache on, in the user's cache folder."""
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         folder = fetch.cache_dir() / "xla"

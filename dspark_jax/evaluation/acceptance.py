@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dspark_jax.evaluation.rounds import Recording
+from dspark_jax.evaluation.prompts import ALL
+from dspark_jax.evaluation.recording import Recording
 from dspark_jax.scheduling import calibration
 
-ALL = "all"
 NUM_DRAWS = 2000
 REPEATED_NGRAM = 20
 

@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.evaluation.acceptance import ALL, Acceptance, Window
+from dspark_jax.evaluation.acceptance import Acceptance, Window
+from dspark_jax.evaluation.prompts import ALL
 from dspark_jax.evaluation.reliability import Reliability
 
 MISSING = (
     "figures need matplotlib, which is not installed: pip install 'dspark-jax[plots]'"
 )
 _PANEL = (3.4, 3.0)  # inches
-_STYLE = {
+_STYLE: Any = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -178,9 +179,9 @@ def reliability(
         slots = known[:: max(1, -(-len(known) // 4))] or [0]
     with _figure(path, len(slots)) as axes:
         for axis, k in zip(axes, slots, strict=True):
-            edges = np.linspace(0, 1, len(before[k].bins.count) + 1)
+            edges = np.linspace(0, 1, len(before[k].bins.num_rows) + 1)
             shown = before[k] if after is None else after[k]
-            share = shown.bins.count / max(shown.bins.count.max(), 1)
+            share = shown.bins.num_rows / max(shown.bins.num_rows.max(), 1)
             axis.bar(
                 edges[:-1], 0.35 * share, np.diff(edges), align="edge",
                 color="lightgray", zorder=0,
@@ -190,10 +191,11 @@ def reliability(
                 ("raw", before, "C3"),
                 ("calibrated", after, "C0"),
             ):
-                if values is not None and values[k].ece is not None:
+                error = None if values is None else values[k].ece
+                if values is not None and error is not None:
                     bins = values[k].bins
-                    label = f"{name}, ECE {100 * values[k].ece:.1f} %"
-                    kept = bins.count > 0
+                    label = f"{name}, ECE {100 * error:.1f} %"
+                    kept = bins.num_rows > 0
                     axis.plot(
                         bins.predicted[kept], bins.observed[kept], "o-", ms=3,
                         color=color, label=label,
@@ -210,7 +212,7 @@ def reliability(
 
 @contextlib.contextmanager
 def _figure(
-    path: str | os.PathLike, panels: int, width: float | None = None
+    path: str | os.PathLike, panels: int, width: float = _PANEL[0]
 ) -> Iterator[Any]:
     """Axes in one row; the figure is written to `path` when the block ends.
 
@@ -222,7 +224,7 @@ def _figure(
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        size = (panels * (width or _PANEL[0]), _PANEL[1])
+        size = (panels * width, _PANEL[1])
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure.subplots(1, panels, squeeze=False)[0]

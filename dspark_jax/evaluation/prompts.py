@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 FIELDS = ("id", "domain", "prompt")
 SHIPPED_FILE = "prompts.jsonl"
 MAX_LINE_BYTES = 2**20
+ALL = "all"  # what tables call all domains together
 
 
 class Prompt(NamedTuple):
@@ -134,6 +135,8 @@ def _checked(path: str | os.PathLike, prompts: list[Prompt]) -> list[Prompt]:
         raise ValueError(f"{path} holds no prompts")
     seen: set[str] = set()
     for prompt in prompts:
+        if prompt.domain == ALL:
+            raise ValueError(f"{path}: a domain must not be called {ALL!r}")
         if prompt.id in seen:
             raise ValueError(f"{path}: the id {prompt.id!r} occurs twice")
         seen.add(prompt.id)

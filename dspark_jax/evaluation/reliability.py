@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dspark_jax.evaluation.rounds import Recording
+from dspark_jax.evaluation.recording import Recording
 from dspark_jax.scheduling import calibration, metrics
 
 
@@ -103,7 +103,7 @@ def to_json(slots: Sequence[Reliability]) -> dict[str, Any]:
     for slot in slots:
         row = slot._asdict()
         row["bins"] = {
-            "count": slot.bins.count.tolist(),
+            "num_rows": slot.bins.num_rows.tolist(),
             "predicted": [_known(x) for x in slot.bins.predicted],
             "observed": [_known(x) for x in slot.bins.observed],
         }

@@ -17,70 +17,11 @@ import numpy as np
 from dspark_jax import checks, types
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import arguments, generate
+from dspark_jax.evaluation.recording import PER_ROUND, Recording
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import Drafter, PyTree, Target
 
 WIDTH_MULTIPLE = 64  # prompts are padded to one width, a multiple of this
-
-
-class Recording(NamedTuple):
-    """Rounds of one drafter over some prompts, on the host: n rounds, K slots.
-
-    Rounds stand in the order of the prompts, those of a prompt in the order they ran. A
-    round in which the target was not finite is left out.
-    """
-
-    request: np.ndarray  # int32 [n], index of the prompt
-    position: np.ndarray  # int32 [n], of the round's anchor
-    num_drafted: np.ndarray  # int32 [n], slots that the drafter offered
-    verify_length: np.ndarray  # int32 [n], drafts sent to the target
-    num_accepted: np.ndarray  # int32 [n], drafts that the rule accepted
-    is_ended_by_stop: np.ndarray  # bool [n], by an accepted stop token: no bonus token
-    confidence_logits: np.ndarray | None  # float32 [n, K]
-    new_tokens: tuple[np.ndarray, ...]  # int32 [..], of every prompt
-    finish: np.ndarray  # int32 [prompts], a FINISH_* code
-    draft_length: int  # K
-
-    @property
-    def num_rounds(self) -> int:
-        return len(self.request)
-
-    @property
-    def accepted_sum(self) -> np.ndarray:
-        """What a round adds to τ, int32 [n]: accepted, and the bonus token."""
-        return self.num_accepted + np.where(self.is_ended_by_stop, 0, 1)
-
-    @property
-    def accepted_length(self) -> float:
-        """τ, pooled over all rounds; NaN without any."""
-        if not self.num_rounds:
-            return float("nan")
-        return float(self.accepted_sum.mean())
-
-    def select(self, requests: Sequence[int]) -> "Recording":
-        """The rounds of some prompts, which are numbered anew from 0."""
-        number = np.full(len(self.new_tokens), -1, np.int32)
-        number[list(requests)] = np.arange(len(requests), dtype=np.int32)
-        order = np.argsort(number[self.request], kind="stable")
-        rows = order[number[self.request][order] >= 0]
-        return self._replace(
-            **{name: getattr(self, name)[rows] for name in _PER_ROUND},
-            request=number[self.request[rows]],
-            confidence_logits=None
-            if self.confidence_logits is None
-            else self.confidence_logits[rows],
-            new_tokens=tuple(self.new_tokens[i] for i in requests),
-            finish=self.finish[list(requests)],
-        )
-
-
-_PER_ROUND = (
-    "position",
-    "num_drafted",
-    "verify_length",
-    "num_accepted",
-    "is_ended_by_stop",
-)
 
 
 def record(
@@ -134,7 +75,7 @@ def record(
         raise ValueError("`prompts` must hold at least one prompt, got 0")
     checks.check_int("max_new_tokens", max_new_tokens, 2)
     checks.check_int("batch", batch, 1)
-    if not isinstance(temperature, int | float) or not 0 <= temperature < np.inf:
+    if type(temperature) not in (int, float) or not 0 <= temperature < np.inf:
         raise ValueError(f"`temperature` must be a number >= 0, got {temperature!r}")
     longest = max(len(prompt) for prompt in prompts)
     if width is None:
@@ -153,7 +94,9 @@ def record(
     arguments.make_temperatures(confidence_temperatures, length)
     plan = _Plan(target, drafter, options, max_new_tokens)
     inputs = _Inputs(
-        sampling=Sampling(temperature=_number(temperature or None)),
+        sampling=Sampling(
+            temperature=None if temperature == 0 else _number(temperature)
+        ),
         stop_tokens=_stop_tokens(stop_tokens, target),
         confidence_threshold=_number(confidence_threshold),
         confidence_temperatures=None
@@ -161,7 +104,7 @@ def record(
         else np.asarray(confidence_temperatures, np.float32),
         max_verify_length=None
         if max_verify_length is None
-        else np.full((batch,), max_verify_length, np.int32),
+        else jnp.full((batch,), max_verify_length, jnp.int32),
     )
     keys = checks.request_keys(keys, len(prompts))
     # A batch runs to its slowest row; alike lengths end alike most often.
@@ -209,7 +152,7 @@ class _Inputs(NamedTuple):
     stop_tokens: np.ndarray  # int32 [m]
     confidence_threshold: np.ndarray | None  # float32 []
     confidence_temperatures: np.ndarray | None  # float32 [K]
-    max_verify_length: np.ndarray | None  # int32 [B]
+    max_verify_length: jax.Array | None  # int32 [B]
 
 
 class _Log(NamedTuple):
@@ -331,7 +274,7 @@ def _collect(
 ) -> Recording:
     """One Recording; prompt `order[i]` was row i % batch of batch i // batch."""
     places = {index: divmod(place, batch) for place, index in enumerate(order)}
-    rounds: dict[str, list[np.ndarray]] = {name: [] for name in _PER_ROUND}
+    rounds: dict[str, list[np.ndarray]] = {name: [] for name in PER_ROUND}
     request, confidences, texts, finish = [], [], [], []
     has_confidence = logs[0].confidence_logits is not None
     for index in range(len(order)):

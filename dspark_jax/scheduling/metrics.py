@@ -17,7 +17,7 @@ EPSILON = 1e-8
 class Bins(NamedTuple):
     """A reliability diagram: what was predicted and what came, bin by bin."""
 
-    count: np.ndarray  # int64 [bins]
+    num_rows: np.ndarray  # int64 [bins]
     predicted: np.ndarray  # float64 [bins], mean of the bin; NaN where it is empty
     observed: np.ndarray  # float64 [bins], share of ones; NaN where it is empty
 
@@ -107,7 +107,7 @@ def reliability_bins(
     count = np.bincount(index, minlength=num_bins)
     with np.errstate(invalid="ignore"):
         return Bins(
-            count=count,
+            num_rows=count,
             predicted=np.bincount(index, predicted, minlength=num_bins) / count,
             observed=np.bincount(index, observed, minlength=num_bins) / count,
         )

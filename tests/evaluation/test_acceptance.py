@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.evaluation import acceptance, rounds
-from dspark_jax.evaluation.rounds import Recording
+from dspark_jax.evaluation.recording import Recording
 
 V, K = 4, 3
 

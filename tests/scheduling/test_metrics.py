@@ -33,7 +33,7 @@ def test_the_golden_numbers(golden):
         bins = metrics.reliability_bins(predicted, observed)
         for one in row["reliability"]:
             b = one["bin"]
-            assert bins.count[b] == one["weight"]
+            assert bins.num_rows[b] == one["weight"]
             assert bins.predicted[b] == pytest.approx(one["avg_pred"], abs=1e-6)
             assert bins.observed[b] == pytest.approx(one["avg_target"], abs=1e-6)
         found.append(values)
