@@ -247,30 +247,40 @@ def _print_table(result: dict[str, Any]) -> None:
         title=f"calibration of {result['drafter']['name']}, rule {result['rule']}, "
         f"T = {result['temperature']:g}, judged by {result['num_rounds_judged']} rounds"
     )
-    table.add_column("")
-    for k in range(len(result["temperatures"])):
-        table.add_column(str(k + 1), justify="right")
-    for name in ("mean", "worst"):
+    for name in (
+        "position",
+        "temperature",
+        "ECE % raw",
+        "calibrated",
+        "ideal",
+        "AUROC",
+        "verified (fit)",
+        "verified",
+        "reached",
+    ):
         table.add_column(name, justify="right")
 
     def percent(value: float | None) -> str:
         return "-" if value is None else f"{100 * value:.2f}"
 
-    table.add_row("temperature", *(f"{t:.3f}" for t in result["temperatures"]))
-    for name, half, field in (
-        ("ECE % raw", "before", "ece"),
-        ("ECE % calibrated", "after", "ece"),
-        ("ECE % of an ideal predictor", "after", "ideal_ece"),
-    ):
-        values = [slot[field] for slot in result[half]["slots"]]
-        mean, worst = (result[half][f"{field}_{w}"] for w in ("mean", "worst"))
-        table.add_row(name, *map(percent, (*values, mean, worst)))
-    aurocs = [slot["auroc"] for slot in result["after"]["slots"]]
-    table.add_row("AUROC", *("-" if a is None else f"{a:.3f}" for a in aurocs))
-    for name, field in (
-        ("rounds that verified it, fit", "num_fitted_at"),
-        ("rounds that verified it, judge", "num_judged_at"),
-        ("of these, all before accepted", "num_reached_at"),
-    ):
-        table.add_row(name, *map(str, result[field]))
+    before, after = result["before"], result["after"]
+    for k, temperature in enumerate(result["temperatures"]):
+        slot = after["slots"][k]
+        area = slot["auroc"]
+        table.add_row(
+            str(k + 1),
+            f"{temperature:.3f}",
+            percent(before["slots"][k]["ece"]),
+            percent(slot["ece"]),
+            percent(slot["ideal_ece"]),
+            "-" if area is None else f"{area:.3f}",
+            *(str(result[f"num_{n}_at"][k]) for n in ("fitted", "judged", "reached")),
+        )
+    for name in ("mean", "worst"):
+        errors = (
+            before[f"ece_{name}"],
+            after[f"ece_{name}"],
+            after[f"ideal_ece_{name}"],
+        )
+        table.add_row(name, "", *map(percent, errors))
     rich.console.Console(highlight=False).print(table)

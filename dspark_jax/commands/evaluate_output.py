@@ -118,21 +118,23 @@ def _folder(name: str) -> pathlib.Path:
 
 
 def _tables(words: str, runs: list[Run]) -> list[rich.table.Table]:
-    domains = list(runs[0].domains)
-    length = rich.table.Table(title=f"accepted length τ [95 %], {words}")
-    length.add_column("drafter")
-    for domain in domains:
-        length.add_column(domain, justify="right")
-    length.add_column("mean of domains", justify="right")
-    length.add_column("repeated", justify="right")
+    length = rich.table.Table(title=f"accepted length τ by domain, {words}")
+    length.add_column("")
+    for name in ("prompts", "rounds", "τ", "95 %", "repeated"):
+        length.add_column(name, justify="right")
     for run in runs:
-        cells = [
-            _interval(run.domains[d].accepted_length, run.domains[d].interval_95)
-            for d in domains
-        ]
+        length.add_row(run.name, style="bold")
+        for domain, found in run.domains.items():
+            length.add_row(
+                f"  {domain}",
+                str(found.num_prompts),
+                str(found.num_rounds),
+                _number(found.accepted_length),
+                _interval(found.interval_95),
+                f"{100 * found.repeated_20gram_share:.1f} %",
+            )
         mean = acceptance.mean_over_domains(run.domains)
-        share = run.domains[ALL].repeated_20gram_share
-        length.add_row(run.name, *cells, _number(mean), f"{100 * share:.1f} %")
+        length.add_row("  mean of domains", "", "", _number(mean))
     slots = max(run.draft_length for run in runs)
     conditional = _slot_table(f"conditional acceptance by position, {words}", slots)
     for run in runs:
@@ -207,10 +209,8 @@ def _timing_table(words: str, timings: dict[str, Timing]) -> rich.table.Table:
     return table
 
 
-def _interval(value: float | None, interval: tuple[float, float] | None) -> str:
-    if value is None or interval is None:
-        return _number(value)
-    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+def _interval(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else f"{interval[0]:.2f} - {interval[1]:.2f}"
 
 
 def _number(value: float | None) -> str:

@@ -179,6 +179,8 @@ def _acceptance(
     weights = random.multinomial(
         len(chosen), np.full(len(chosen), 1 / len(chosen)), size=NUM_DRAWS
     )
+    if len(chosen) == 1:
+        weights = weights[:0]  # one prompt has no spread
     texts = [recording.new_tokens[i] for i in chosen]
     return Acceptance(
         num_prompts=len(chosen),

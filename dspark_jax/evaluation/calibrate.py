@@ -4,6 +4,7 @@ The halves share no prompt. Where the prompts run out before there are rounds en
 decoding goes on with new seeds, which needs a temperature above 0.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,24 +78,26 @@ def collect(
     """
     parts: list[Recording] = []
     done = 0
-    for number in range(num_rounds):
-        of_pass = jax.random.fold_in(key, number)
-        before = done
-        for start in range(0, len(prompts), batch):
-            chosen = prompts[start : start + batch]
-            keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
-                of_pass, np.asarray(chosen, np.uint32)
-            )
-            parts.append(record(chosen, keys))
-            done += parts[-1].num_rounds
-            if progress is not None:
-                progress(min(done, num_rounds), num_rounds)
-            if done >= num_rounds:
-                return recording.concatenate(parts)
-        if done == before:
-            raise ValueError("the prompts give no rounds: every answer ends at once")
+    # One stream of (pass, prompt): a batch is full also where there are few prompts.
+    for start in itertools.count(step=batch):
+        places = range(start, start + batch)
         if not is_random:
+            places = range(start, min(start + batch, len(prompts)))
+        if not places:
             break
+        passes, chosen = zip(
+            *((p // len(prompts), prompts[p % len(prompts)]) for p in places),
+            strict=True,
+        )
+        keys = _keys(key, np.asarray(passes), np.asarray(chosen))
+        parts.append(record(chosen, keys))
+        done += parts[-1].num_rounds
+        if progress is not None:
+            progress(min(done, num_rounds), num_rounds)
+        if done >= num_rounds:
+            break
+        if done == 0 and start + batch >= len(prompts):
+            raise ValueError("the prompts give no rounds: every answer ends at once")
     return recording.concatenate(parts)
 
 
@@ -128,9 +131,8 @@ def judge(
         temperatures=temperatures,
         dataset=dataset,
         num_samples=fitted_on.num_rounds,
-        # A slot that no judging round verified shows no error.
-        ece_before=tuple(slot.ece or 0.0 for slot in before),
-        ece_after=tuple(slot.ece or 0.0 for slot in after),
+        ece_before=_errors(before),
+        ece_after=_errors(after),
         rule=rule,
         temperature=temperature,
     )
@@ -146,3 +148,17 @@ def judge(
         num_judged_at=[slot.num_rounds for slot in before],
         num_reached_at=[int((reached > k).sum()) for k in slots],
     )
+
+
+def _errors(slots: Sequence[Reliability]) -> tuple[float, ...]:
+    """The error of every slot; nothing if no round verified one of them."""
+    known = [slot.ece for slot in slots if slot.ece is not None]
+    return tuple(known) if len(known) == len(slots) else ()
+
+
+@jax.jit
+def _keys(key: jax.Array, passes: np.ndarray, prompts: np.ndarray) -> jax.Array:
+    def one(number: jax.Array, prompt: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, number), prompt)
+
+    return jax.vmap(one)(passes, prompts)

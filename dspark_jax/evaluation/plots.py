@@ -68,9 +68,9 @@ def conditional_acceptance(
             axis.set_title(domain)
             axis.set_xlabel("draft position")
             axis.set_xticks(range(1, _length(series) + 1))
-            axis.set_ylim(top=1.0)
+            axis.set_ylim(top=1.02)
         axes[0].set_ylabel("conditional acceptance")
-        axes[0].legend()
+        _legend(axes[0])
 
 
 def accepted_length(
@@ -95,7 +95,7 @@ def accepted_length(
         axis.set_xticks(range(len(domains)), domains)
         axis.axhline(1, color="black", lw=0.8)
         axis.set_ylabel("accepted length τ")
-        axis.legend()
+        _legend(axis)
 
 
 def by_size(
@@ -128,7 +128,7 @@ def by_size(
             axis.set_title(domain)
             axis.set_xlabel(label)
         axes[0].set_ylabel("accepted length τ")
-        axes[0].legend()
+        _legend(axes[0])
 
 
 def thresholds(path: str | os.PathLike, series: Mapping[str, Sequence[Window]]) -> None:
@@ -155,11 +155,9 @@ def thresholds(path: str | os.PathLike, series: Mapping[str, Sequence[Window]]) 
                 x, [w.acceptance_rate for w in windows], "o-", ms=4, color="C3",
                 label="acceptance rate",
             )  # fmt: skip
-            rate.set_ylim(0, 1)
+            rate.set_ylim(0, 1.02)
             rate.set_ylabel("acceptance rate", color="C3")
-            axis.set_ylim(0, 1.45 * float((accepted + rejected).max()))
-            handles = [*axis.get_legend_handles_labels()[0], *rate.get_lines()]
-            axis.legend(handles=handles, loc="upper right", fontsize=8)
+        _legend(axes[0], [*axes[0].get_legend_handles_labels()[0], *rate.get_lines()])
 
 
 def reliability(
@@ -203,8 +201,8 @@ def reliability(
             area = shown.auroc
             title = f"position {k + 1}"
             axis.set_title(title if area is None else f"{title}, AUROC {area:.3f}")
-            axis.set_xlim(0, 1)
-            axis.set_ylim(0, 1)
+            axis.set_xlim(0, 1.02)
+            axis.set_ylim(0, 1.02)
             axis.set_xlabel("predicted acceptance")
             axis.legend(loc="upper left", fontsize=8)
         axes[0].set_ylabel("observed acceptance")
@@ -235,6 +233,15 @@ def _figure(
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _legend(axis: Any, handles: Sequence[Any] | None = None) -> None:
+    """One legend for the whole figure, below it."""
+    if handles is None:
+        handles = axis.get_legend_handles_labels()[0]
+    axis.figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), 4)
+    )
 
 
 def _length(series: Mapping[str, Mapping[str, Acceptance]]) -> int:
