@@ -248,13 +248,13 @@ def _print_table(result: dict[str, Any]) -> None:
         f"T = {result['temperature']:g}, judged by {result['num_rounds_judged']} rounds"
     )
     for name in (
-        "position",
+        "slot",
         "temperature",
-        "ECE % raw",
-        "calibrated",
+        "raw ECE %",
+        "ECE %",
         "ideal",
         "AUROC",
-        "verified (fit)",
+        "verified, fit",
         "verified",
         "reached",
     ):

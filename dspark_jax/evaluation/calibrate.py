@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax.evaluation import recording, reliability
@@ -89,7 +90,7 @@ def collect(
             *((p // len(prompts), prompts[p % len(prompts)]) for p in places),
             strict=True,
         )
-        keys = _keys(key, np.asarray(passes), np.asarray(chosen))
+        keys = _keys(key, jnp.asarray(passes), jnp.asarray(chosen))
         parts.append(record(chosen, keys))
         done += parts[-1].num_rounds
         if progress is not None:
@@ -157,7 +158,7 @@ def _errors(slots: Sequence[Reliability]) -> tuple[float, ...]:
 
 
 @jax.jit
-def _keys(key: jax.Array, passes: np.ndarray, prompts: np.ndarray) -> jax.Array:
+def _keys(key: jax.Array, passes: jax.Array, prompts: jax.Array) -> jax.Array:
     def one(number: jax.Array, prompt: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, number), prompt)
 

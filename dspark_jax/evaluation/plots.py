@@ -114,13 +114,19 @@ def by_size(
         for axis, domain in zip(axes, domains, strict=True):
             for name, points in series.items():
                 chosen = sorted(
-                    (size, found[domain])
-                    for size, found in points
-                    if found[domain].accepted_length is not None
+                    (
+                        (size, found[domain])
+                        for size, found in points
+                        if found[domain].accepted_length is not None
+                    ),
+                    key=lambda point: point[0],
                 )
                 y = np.array([one.accepted_length for _, one in chosen], float)
-                ends = [one.interval_95 for _, one in chosen]
-                low, high = (np.array([end[i] for end in ends if end]) for i in (0, 1))
+                ends = [
+                    one.interval_95 or (value, value)
+                    for value, (_, one) in zip(y, chosen, strict=True)
+                ]
+                low, high = (np.array([end[i] for end in ends]) for i in (0, 1))
                 axis.errorbar(
                     [size for size, _ in chosen], y, yerr=_bars(y, low, high),
                     marker="o", ms=4, capsize=2, label=name,

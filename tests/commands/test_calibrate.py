@@ -44,7 +44,8 @@ def test_fits_on_one_half_and_judges_by_the_other(
     # The same again, as a table.
     status, out, err = run(*arguments)
     assert status == 0
-    assert "ECE % raw" in out
+    assert "calibration of drafter, rule block, T = 0.9, judged by" in out
+    assert f"{result['temperatures'][2]:.3f}" in out
     assert "to judge:" in err
     assert list(calibration.read(path).temperatures) == result["temperatures"]
 

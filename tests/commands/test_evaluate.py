@@ -1,7 +1,6 @@
 """`dspark evaluate` on a tiny target: its numbers are the library's, and its no."""
 
 import json
-import re
 
 import jax
 import pytest
@@ -79,13 +78,17 @@ def test_numbers_are_the_library_s(run, options, drafters, target, tmp_path):
     # The calibration is for temperature 0.8 only.
     assert result["runs"][0]["reliability"]["calibrated"] is None
     assert result["runs"][0]["reliability"]["raw"] is not None
-    assert sorted(path.name for path in folder.iterdir()) == [
-        *(f"accepted_length_{t}.png" for t in ("t0", "t0.8_block")),
-        *(f"conditional_{t}.png" for t in ("t0", "t0.8_block")),
-        "evaluation.json",
-        *(f"reliability_{t}_drafter_k4.png" for t in ("t0.8_block", "t0")),
-        *(f"thresholds_{t}_drafter_k4.png" for t in ("t0.8_block", "t0")),
+    figures = [
+        f"{kind}_{setting}{ending}.png"
+        for setting in ("t0", "t0.8_block")
+        for kind, ending in (
+            ("accepted_length", ""),
+            ("conditional", ""),
+            ("reliability", "_drafter_k4"),
+            ("thresholds", "_drafter_k4"),
+        )
     ]
+    assert {path.name for path in folder.iterdir()} == {"evaluation.json", *figures}
     for path in folder.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -220,7 +223,7 @@ def test_what_only_the_models_can_refuse(run, options, drafters, target, tmp_pat
     for arguments, message in (
         (
             ["--drafter", four, "--draft-length", 5],
-            "at most the block size 4 of drafte",
+            "at most the block size 4 of",
         ),
         (["--drafter", four, four], "two are called 'drafter'; name them: NAME=SOURCE"),
         (["--drafter", "=x"], "--drafter must be SOURCE or NAME=SOURCE: '=x'"),
@@ -245,15 +248,11 @@ def test_what_only_the_models_can_refuse(run, options, drafters, target, tmp_pat
         assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [("\N{SNOWMAN}", "has no tokens, or some beyond"), ("x" * 300, "has 300 tokens")],
-)
-def test_prompts_that_do_not_fit(run, target, tmp_path, prompt, message):
+def test_a_prompt_that_is_too_long(run, target, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"id": "a", "domain": "b", "prompt": prompt}))
+    path.write_text(json.dumps({"id": "a", "domain": "b", "prompt": "x" * 300}))
     status, _, err = run(
         "evaluate", "--target", target, "--prompts", path, "--drafter", "prompt-lookup"
     )
-    assert status in (1, 2)
-    assert re.search(message, err), err
+    assert status == 2
+    assert "prompt 'a' has 319 tokens, too many for the 256 positions" in err
