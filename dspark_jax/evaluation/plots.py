@@ -210,7 +210,8 @@ def reliability(
             axis.set_xlim(0, 1.02)
             axis.set_ylim(0, 1.02)
             axis.set_xlabel("predicted acceptance")
-            axis.legend(loc="upper left", fontsize=8)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(loc="upper left", fontsize=8)
         axes[0].set_ylabel("observed acceptance")
 
 

@@ -42,7 +42,7 @@ FIGURES = {
     "length": lambda path: plots.accepted_length(path, SERIES),
     "size": lambda path: plots.by_size(
         path,
-        {"DSpark": [(5, SERIES["two"]), (2, SERIES["one"])], "DFlash": [(5, SERIES["one"])]},
+        {"a": [(5, SERIES["two"]), (2, SERIES["one"])], "b": [(5, SERIES["one"])]},
         "layers",
     ),
     "thresholds": lambda path: plots.thresholds(
