@@ -1,13 +1,9 @@
 """What the benchmarks share: prompts, models, provenance, results as JSON."""
 
 import argparse
-import datetime
-import importlib.metadata
-import itertools
 import json
 import os
 import pathlib
-import platform
 import sys
 from typing import Any
 
@@ -16,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dspark_jax
+from dspark_jax.evaluation import prompts
+from dspark_jax.evaluation import provenance as provenance_lib
 
-DOMAINS = ("gsm8k", "mt_bench", "humaneval", "self_instruct")
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -34,36 +31,23 @@ def parser(description: str) -> argparse.ArgumentParser:
     return result
 
 
-def load_prompts(path: str, limit: int | None = None) -> list[dict[str, str]]:
+def load_prompts(path: str, limit: int | None = None) -> list[prompts.Prompt]:
     """Prompts, the domains in turn, at most `limit` of each."""
-    with open(path, encoding="utf-8") as file:
-        records = [json.loads(line) for line in file if line.strip()]
-    unknown = {record["domain"] for record in records} - set(DOMAINS)
-    if unknown:
-        raise SystemExit(f"{path}: domains other than {DOMAINS}: {sorted(unknown)}")
-    by_domain = [
-        [record for record in records if record["domain"] == domain][:limit]
-        for domain in DOMAINS
-    ]
-    turns = itertools.zip_longest(*by_domain)
-    return [record for turn in turns for record in turn if record is not None]
+    return prompts.in_turns(prompts.load(path), limit)
 
 
-def encode(tokenizer: Any, records: list[dict[str, str]]) -> list[list[int]]:
+def encode(tokenizer: Any, records: list[prompts.Prompt]) -> list[list[int]]:
     """Token ids of single-turn chats."""
-    return [
-        tokenizer.encode_chat([{"role": "user", "content": record["prompt"]}])
-        for record in records
-    ]
+    return prompts.encode(tokenizer, records)
 
 
-def pad(prompts: list[list[int]], multiple: int = 64) -> tuple[jax.Array, jax.Array]:
+def pad(ids: list[list[int]], multiple: int = 64) -> tuple[jax.Array, jax.Array]:
     """Right-padded tokens [B, P] and lengths [B]; P is a multiple of `multiple`."""
-    width = -(-max(map(len, prompts)) // multiple) * multiple
-    tokens = np.zeros((len(prompts), width), np.int32)
-    for row, prompt in enumerate(prompts):
+    width = -(-max(map(len, ids)) // multiple) * multiple
+    tokens = np.zeros((len(ids), width), np.int32)
+    for row, prompt in enumerate(ids):
         tokens[row, : len(prompt)] = prompt
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    lengths = np.array([len(prompt) for prompt in ids], np.int32)
     return jnp.asarray(tokens), jnp.asarray(lengths)
 
 
@@ -92,14 +76,6 @@ def load_models(
 
 def provenance(options: argparse.Namespace) -> dict[str, Any]:
     """Device, date, versions and arguments of a run."""
-    device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "flax", "numpy", "dspark-jax")
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed (run from the checkout)"
     arguments = {
         key: value
         for key, value in vars(options).items()
@@ -107,15 +83,7 @@ def provenance(options: argparse.Namespace) -> dict[str, Any]:
     }
     for name in ("drafter", "target"):
         arguments[name] = pathlib.PurePath(arguments[name]).name
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": device.device_kind if device.platform != "cpu" else _cpu_name(),
-        "platform": device.platform,
-        "cpu_count": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "arguments": arguments,
-    }
+    return {**provenance_lib.of_machine(), "arguments": arguments}
 
 
 def save(name: str, options: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -132,14 +100,3 @@ def save(name: str, options: argparse.Namespace, results: dict[str, Any]) -> Non
 def log(*values: Any) -> None:
     """Progress goes to stderr."""
     print(*values, file=sys.stderr, flush=True)
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -12,16 +12,16 @@ import json
 import pathlib
 import subprocess
 import tempfile
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import encode, load_models, load_prompts, log, pad, parser, save
+from common import encode, load_models, load_prompts, log, parser, save
 
 import dspark_jax
 from dspark_jax.drafters import dspark
+from dspark_jax.evaluation import timing
 
 
 def main() -> None:
@@ -62,7 +62,6 @@ def main() -> None:
     for length in options.lookup_lengths:
         lookup, nothing = dspark_jax.make_prompt_lookup(length)
         drafters[f"prompt lookup K={length}"] = (lookup, nothing, length)
-    sampling = dspark_jax.Sampling(temperature=options.temperature or None)
     tables = {}
     for batch in options.batches:
         count = min(max(len(prompts) // batch, 1), options.groups)
@@ -70,9 +69,7 @@ def main() -> None:
         peer = None
         if options.peer and batch == 1:
             peer = Peer(options.peer, target, target_params)
-        tables[str(batch)] = run(
-            groups, options, target, target_params, drafters, sampling, peer
-        )
+        tables[str(batch)] = run(groups, options, target, target_params, drafters, peer)
     save("speed", options, {"batches": tables})
 
 
@@ -82,140 +79,44 @@ def run(
     target: Any,
     target_params: Any,
     drafters: dict,
-    sampling: Any,
     peer: "Peer | None",
 ) -> dict:
     """Times every loop on every group of prompts."""
-    width = max(pad(group)[0].shape[1] for group in groups)
-    capacity = width + options.max_new_tokens
-    shared = {"target": target, "sampling": sampling, "stop_tokens": ()}
-    loops: dict[str, Any] = {}
-
-    def add(name: str, drafter: Any, drafter_params: Any, length: int) -> None:
-        choice = dspark_jax.Speculation(draft_length=length or None, rule=options.rule)
-
-        @jax.jit
-        def prefill(key, tokens, lengths, target_params, drafter_params):
-            return dspark_jax.prefill(
-                key,
-                tokens,
-                lengths,
-                target_params=target_params,
-                drafter=drafter,
-                drafter_params=drafter_params,
-                capacity=capacity,
-                options=choice,
-                max_new_tokens=options.max_new_tokens,
-                **shared,
-            )
-
-        @jax.jit
-        def decode(state, target_params, drafter_params):
-            if drafter is None:
-                return dspark_jax.autoregressive_steps(
-                    state, None, target_params=target_params, **shared
-                )
-            return dspark_jax.speculative_rounds(
-                state,
-                None,
-                target_params=target_params,
-                drafter=drafter,
-                drafter_params=drafter_params,
-                options=choice,
-                **shared,
-            )
-
-        loops[name] = (prefill, decode, drafter_params)
-
-    add("plain", None, None, 0)
-    for name, (drafter, drafter_params, length) in drafters.items():
-        add(name, drafter, drafter_params, length)
-    seconds: dict[str, list] = {name: [] for name in loops}
-    whole: dict[str, list] = {name: [] for name in loops}
-    rounds: dict[str, list] = {name: [] for name in loops}
-    accepted: dict[str, list] = {name: [] for name in loops}
-    equal: dict[str, int] = dict.fromkeys(loops, 0)
+    loops = {
+        name: timing.Loop(
+            drafter,
+            drafter_params,
+            dspark_jax.Speculation(draft_length=length, rule=options.rule),
+        )
+        for name, (drafter, drafter_params, length) in drafters.items()
+    }
+    others = {}
     if peer is not None:
-        seconds["transformers"] = []
-    for number, group in enumerate(groups):
-        tokens, lengths = pad(group, width)
-        keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(options.seed), i))(
-            np.arange(len(group)) + 1000 * number
+        others["transformers"] = lambda group: peer.seconds(
+            group[0], options.max_new_tokens
         )
-        best: dict[str, list] = {name: [] for name in seconds}
-        best_whole: dict[str, list] = {name: [] for name in loops}
-        words = None
-        for repeat in range(options.repeats + (number == 0)):
-            for name, (prefill, decode, drafter_params) in loops.items():
-                begin = time.perf_counter()
-                state = jax.block_until_ready(
-                    prefill(keys, tokens, lengths, target_params, drafter_params)
-                )
-                middle = time.perf_counter()
-                done = jax.block_until_ready(
-                    decode(state, target_params, drafter_params)
-                )
-                end = time.perf_counter()
-                if number == 0 and repeat == 0:
-                    continue  # compiles
-                best[name].append(end - middle)
-                best_whole[name].append(end - begin)
-            if peer is not None and not (number == 0 and repeat == 0):
-                best["transformers"].append(
-                    peer.seconds(group[0], options.max_new_tokens)
-                )
-        for name, (prefill, decode, drafter_params) in loops.items():
-            state = prefill(keys, tokens, lengths, target_params, drafter_params)
-            done = decode(state, target_params, drafter_params)
-            words = done.tokens if name == "plain" else words
-            equal[name] += int(np.sum(np.all(np.asarray(done.tokens == words), axis=1)))
-            if done.stats is not None:
-                rounds[name].append(int(done.stats.num_rounds.max()))
-                accepted[name].append(
-                    (
-                        int(done.stats.accepted_sum.sum()),
-                        int(done.stats.num_rounds.sum()),
-                    )
-                )
-            whole[name].append(float(np.median(best_whole[name])))
-        for name in seconds:
-            seconds[name].append(float(np.median(best[name])))
-        line = {n: round(1e3 * s[-1]) for n, s in seconds.items()}
-        log(f"group {number + 1}/{len(groups)}, ms: {line}")
-    # The prefill draws the first token: decoding makes the others.
-    new = (options.max_new_tokens - 1) * len(groups[0])
-    table = {}
-    for name in seconds:
-        row: dict[str, Any] = {
-            "tokens_per_second": new / float(np.median(seconds[name])),
-            "seconds": seconds[name],
-            "ms_per_token": 1e3
-            * float(np.median(seconds[name]))
-            * len(groups[0])
-            / new,
-            "speedup_over_plain_median": float(
-                np.median(np.array(seconds["plain"]) / np.array(seconds[name]))
-            ),
-            "speedup_over_plain_total": sum(seconds["plain"]) / sum(seconds[name]),
-        }
-        if name in loops:
-            row["whole_call_speedup_median"] = float(
-                np.median(np.array(whole["plain"]) / np.array(whole[name]))
-            )
-            row["whole_seconds"] = whole[name]
-            row["num_equal"] = equal[name]
-        if rounds.get(name):
-            row["ms_per_round"] = 1e3 * sum(seconds[name]) / sum(rounds[name])
-            row["accepted_length"] = sum(a for a, _ in accepted[name]) / sum(
-                r for _, r in accepted[name]
-            )
-        table[name] = row
+    found = timing.compare(
+        loops,
+        groups,
+        target=target,
+        target_params=target_params,
+        key=jax.random.key(options.seed),
+        temperature=options.temperature,
+        max_new_tokens=options.max_new_tokens,
+        repeats=options.repeats,
+        others=others,
+        log=log,
+    )
+    for name, one in found.items():
         log(
-            f"{name:32s} {row['tokens_per_second']:8.1f} tokens/s, "
-            f"{row['speedup_over_plain_median']:.2f}x, "
-            f"τ {row.get('accepted_length', 1):.2f}"
+            f"{name:32s} {one.tokens_per_second:8.1f} tokens/s, "
+            f"{one.speedup_over_plain_median:.2f}x, "
+            f"τ {one.accepted_length or 1:.2f}"
         )
-    return table
+    return {
+        name: {k: v for k, v in one._asdict().items() if v is not None}
+        for name, one in found.items()
+    }
 
 
 class Peer:

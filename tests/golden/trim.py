@@ -1,10 +1,11 @@
-"""Writes cases/*/decode.* from the full golden folder, keeping what the tests use.
+"""Writes cases/*/decode.* and tables/ from the full golden folder, what tests use.
 
     python tests/golden/trim.py ../shared/golden
 
 All integers of every trace and variant stay; of the tensors, the prefill of every
 trace, three rounds of the first trace, and of each sampled trace the first round and
-the recorded one with the most accepted drafts.
+the recorded one with the most accepted drafts. Of the tables, masks of accepted
+prefixes become their lengths, and ECEs keep twelve digits.
 """
 
 import json
@@ -48,7 +49,31 @@ def trim_trace(trace):
     return kept
 
 
+def trim_tables(source, target):
+    target.mkdir(exist_ok=True)
+    sts = json.loads((source / "sts.json").read_text())
+    for case in sts["cases"]:
+        case["confidence_logits"] = [
+            [round(x, 6) for x in row] for row in case["confidence_logits"]
+        ]
+        case["num_accepted"] = [sum(row) for row in case.pop("prefix_accepted")]
+    metrics = json.loads((source / "calibration_metrics.json").read_text())
+    arrays = safetensors.numpy.load_file(source / "calibration_metrics.safetensors")
+    metrics["arrays"] = {
+        "confidence_logits": [
+            [float(str(x)) for x in row] for row in arrays["confidence_logits"]
+        ],
+        "num_accepted": arrays["accept_prefix_mask"].sum(1).tolist(),
+        "effective_length": arrays["effective_length"].tolist(),
+    }
+    for name, values in (("sts", sts), ("calibration_metrics", metrics)):
+        text = json.dumps(values, separators=(",", ":"))
+        (target / f"{name}.json").write_text(text + "\n")
+
+
 def main(source):
+    here = pathlib.Path(__file__).parent
+    trim_tables(pathlib.Path(source, "tables"), here / "tables")
     for folder in sorted(pathlib.Path(source, "cases").iterdir()):
         values = json.loads((folder / "decode.json").read_text())
         tensors = safetensors.numpy.load_file(folder / "decode.safetensors")
@@ -68,7 +93,7 @@ def main(source):
             "traces": [trim_trace(trace) for trace in values["traces"]],
             "sampled": [trim_trace(trace) for trace in values["sampled"]],
         }
-        target = pathlib.Path(__file__).parent / "cases" / folder.name
+        target = here / "cases" / folder.name
         text = json.dumps(trimmed, separators=(",", ":"))
         (target / "decode.json").write_text(text + "\n")
         arrays = {k: np.ascontiguousarray(v) for k, v in sorted(kept.items())}

@@ -1,0 +1,123 @@
+"""Options and checks that `dspark evaluate` and `dspark calibrate` share; no JAX."""
+
+import argparse
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from dspark_jax.commands import failure
+from dspark_jax.commands.generate import DEFAULT_TARGET
+
+SHIPPED_DRAFTER = "dspark-smollm2-135m"
+MAX_SEED = 2**32
+
+
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """The options that choose target, precision and economies of the drafter."""
+    add = parser.add_argument_group("models").add_argument
+    add(
+        "--target",
+        default=DEFAULT_TARGET,
+        help="smollm2-135m, a Hugging Face folder, a .gguf file or a hub name org/name",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights and products (default %(default)s)",
+    )
+    add(
+        "--draft-vocabulary",
+        type=int,
+        metavar="N",
+        help="draft among the N most frequent tokens (default: all)",
+    )
+    add("--candidates", type=int, metavar="N", help="draft among N tokens a position")
+
+
+def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> Any:
+    """The options of the loop; returns the group's add_argument."""
+    add = parser.add_argument_group("decoding").add_argument
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=max_new_tokens,
+        metavar="N",
+        help="of every answer (default %(default)s)",
+    )
+    add(
+        "--batch",
+        type=int,
+        default=16,
+        metavar="B",
+        help="prompts that run together (default %(default)s)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="default 0")
+    return add
+
+
+def check(arguments: argparse.Namespace, rules: dict[str, tuple]) -> None:
+    """Raises Failure unless every option obeys its rule; a list: each of its values.
+
+    Args:
+      rules: name -> (predicate, the rule in words).
+    """
+    for name, (is_valid, rule) in rules.items():
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and not is_valid(value):
+                raise failure.Failure(f"{option(name)} must be {rule}, got {value}")
+
+
+def at_least(low: int) -> tuple[Callable[[Any], bool], str]:
+    """A rule of `check`."""
+    return (lambda value: value >= low), f"at least {low}"
+
+
+COMMON_RULES: dict[str, tuple] = {
+    "draft_vocabulary": at_least(1),
+    "candidates": at_least(1),
+    "draft_length": at_least(1),
+    "max_new_tokens": at_least(2),
+    "batch": at_least(1),
+    "seed": (lambda value: 0 <= value < MAX_SEED, "in 0..2^32-1"),
+    "temperature": (lambda value: 0 <= value < float("inf"), "a number >= 0"),
+}
+
+
+def check_exists(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises Failure for a path that leads nowhere."""
+    for name in names:
+        given = getattr(arguments, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is None:
+                continue
+            path = value.partition("=")[2] if name == "drafter" else ""
+            path = path or value
+            is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf")
+            is_path = is_path or name in ("prompts", "corpus", "sts")
+            if is_path and not pathlib.Path(path).exists():
+                raise failure.Failure(f"{option(name)}: no such file or folder: {path}")
+
+
+def check_parent(name: str, path: str | None) -> None:
+    """Raises Failure unless the folder of the file `path` exists."""
+    if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
+        raise failure.Failure(
+            f"{option(name)}: no such folder: {pathlib.Path(path).parent}"
+        )
+
+
+def default_drafter(target: str, command: str) -> str:
+    """The shipped drafter, if it fits the target."""
+    if target != DEFAULT_TARGET:
+        raise failure.Failure(
+            f"--drafter: name one for this target (the shipped one is for "
+            f"{DEFAULT_TARGET}); dspark {command} --help"
+        )
+    return SHIPPED_DRAFTER
+
+
+def option(name: str) -> str:
+    """How an argument is spelt on the command line."""
+    return "--" + name.replace("_", "-")

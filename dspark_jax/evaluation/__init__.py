@@ -1,0 +1,1 @@
+"""Evaluation of drafters: recorded rounds, acceptance, reliability, wall clock."""

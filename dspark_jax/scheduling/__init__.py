@@ -1,0 +1,1 @@
+"""What the host decides from numbers; nothing here imports more than numpy."""

@@ -1,0 +1,79 @@
+"""A tiny target with a tokenizer and its drafter, as folders a command can load."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+
+from dspark_jax import cli
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory, golden):
+    """The golden Qwen3 with a byte tokenizer and a chat template of its own."""
+    folder = tmp_path_factory.mktemp("target")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(golden / "targets" / "qwen3_untied" / name, folder)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    printable = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # space, newline
+    others = sorted(set(byte_level.alphabet()) - set(printable))
+    vocab = {token: i for i, token in enumerate(printable + others[:30])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = byte_level(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def drafters(golden):
+    """name -> folder of a drafter for the target."""
+    return {
+        name: golden / "cases" / name / "drafter"
+        for name in ("dspark_vanilla_b4", "dspark_vanilla_b7", "dflash_b7")
+    }
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    lines = [
+        {"id": f"{domain}-{i}", "domain": domain, "prompt": f"{domain} {i}" * (i + 1)}
+        for domain in ("sums", "tales")
+        for i in range(3)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("xla")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+        yield
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs `dspark` and returns status, stdout and stderr."""
+
+    def call(*arguments):
+        try:
+            status = cli.main([str(a) for a in arguments])
+        except SystemExit as error:
+            status = error.code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return status, out, err
+
+    return call
