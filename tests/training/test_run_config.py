@@ -9,7 +9,7 @@ from dspark_jax.training import run_config
 
 @pytest.fixture(name="path")
 def _path(root):
-    return root / "configs" / "smollm2_dspark.toml"
+    return root / "tests" / "training" / "two_drafters.toml"
 
 
 def test_the_shipped_configuration_and_changes(path):
@@ -109,3 +109,10 @@ def test_differences(path):
         "drafters.1.num_layers: 3 -> 1",
         "seed: 0 -> 3",
     ]
+
+
+def test_shipped_configurations_are_valid(root):
+    found = sorted((root / "configs").glob("*.toml"))
+    assert len(found) >= 4
+    for path in found:
+        run_config.load(path)

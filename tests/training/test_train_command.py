@@ -20,7 +20,7 @@ from dspark_jax.training import corpus_writer, data, saving
 @pytest.fixture(name="command", scope="module")
 def _command(root, tiny, chat_target, compile_cache):
     """The command line up to what a test adds."""
-    found = ["train", str(root / "configs" / "smollm2_dspark.toml")]
+    found = ["train", str(root / "tests" / "training" / "two_drafters.toml")]
     for change in (
         *tiny.COMMAND_CHANGES,
         f"target={chat_target.folder}",

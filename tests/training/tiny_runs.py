@@ -68,7 +68,7 @@ def random_target():
 
 
 def config(root, *changes):
-    path = root / "configs" / "smollm2_dspark.toml"
+    path = root / "tests" / "training" / "two_drafters.toml"
     return run_config.load(path, [*CHANGES, *changes])
 
 
