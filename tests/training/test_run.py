@@ -128,11 +128,12 @@ def test_records_past_the_restored_step_are_dropped(
     assert "resumed at step 0/6, 1 records dropped" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_devices_change_rounding_only(config, tiny, target, finished, tmp_path):
     # One drafter compiles faster, and trains as it does beside another.
-    changed = tiny.replaced(config, data_parallel=2, drafters=config.drafters[1:])
+    changed = tiny.replaced(config, data_parallel=2, drafters=config.drafters[:1])
     start(tiny, target, tmp_path / "d", changed)
-    name = config.drafters[1].name
+    name = config.drafters[0].name
     for found, expected in zip(
         records_of(tmp_path / "d"), records_of(finished[0]), strict=True
     ):

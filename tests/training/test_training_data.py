@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_jax.training import data, training_data
+from dspark_jax.training import corpus_files, corpus_writer, data, training_data
 
 
 def make_rows(num_rows=27, length=6):
@@ -70,3 +70,43 @@ def test_too_few_rows():
         of_rows(make_rows(9))
     with pytest.raises(ValueError, match="a batch of 5 rows needs as many rows, got 4"):
         training_data.RowBatches(make_rows(4), 0, 5)
+
+
+@pytest.fixture(name="corpus")
+def _corpus(tmp_path):
+    rng = np.random.default_rng(0)
+    buckets = [
+        data.Rows(
+            tokens=rng.integers(120, size=(num_rows, length)).astype(np.uint16),
+            loss_mask=np.ones((num_rows, length), np.bool_),
+        )
+        for length, num_rows in ((20, 40), (42, 30))
+    ]
+    counts = {"dropped": {"too_short": 3}, "settings": {"seed": 1}, "is_ok": True}
+    corpus_writer.save_corpus(tmp_path / "c", buckets, vocab_size=128, counts=counts)
+    return corpus_files.load_corpus(tmp_path / "c")
+
+
+def test_a_corpus_of_two_lengths(corpus):
+    found = training_data.of_corpus(corpus, seed=1, batch_rows=4, held_out_rows=16)
+    assert found.num_rows == 54
+    shapes = {found.batches.at(step).tokens.shape for step in range(10)}
+    assert shapes == {(8, 20), (4, 42)}
+    assert {batch.tokens.shape for batch in found.held_out} == {(4, 20), (4, 42)}
+    trained = {tuple(row) for s in range(9) for row in found.batches.at(s).tokens}
+    held = {tuple(row) for batch in found.held_out for row in batch.tokens}
+    assert not trained & held
+    assert found.token_counts.sum() + sum(b.tokens.size for b in found.held_out) <= (
+        corpus.num_tokens
+    )
+    assert found.counts == {
+        "num_rows": 70,
+        "num_held_out_rows": 16,
+        "num_tokens": 2060,
+        "dropped.too_short": 3,
+    }
+
+
+def test_a_corpus_with_too_few_held_out_rows(corpus):
+    with pytest.raises(ValueError, match="leaves no batch of 4 rows; hold out more"):
+        training_data.of_corpus(corpus, seed=1, batch_rows=4, held_out_rows=4)
