@@ -306,11 +306,11 @@ def _product_of_rows(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Arra
 
 def _product_on_cpu(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     # A few rows cost almost what one costs only if the weights are read in place: as
-    # the left operand, with the small transposed one kept apart by the barriers.
+    # the left operand, with the smaller transposed one kept apart by the barriers.
     # Otherwise XLA:CPU packs the weights first (48 against 38 ms for 8 rows of a 135M
-    # model), and runs one row of `rows @ weight.T` as a naive loop (92 against 22 ms,
-    # jax 0.12).
-    is_few = 1 < rows.shape[0] <= 32
+    # model, 3 times the work for 48 rows; no gain is left at 1,024), and runs one row
+    # of `rows @ weight.T` as a naive loop (92 against 22 ms, jax 0.12).
+    is_few = 1 < rows.shape[0] <= 512
     columns = rows.T
     if is_few:
         columns = jax.lax.optimization_barrier(columns)

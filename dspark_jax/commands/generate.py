@@ -118,9 +118,13 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _prompts(arguments)
     first = None if arguments.chat else next(prompts)
 
+    from dspark_jax.commands import reading
+
+    begun = reading.begin(arguments.target)
+
     from dspark_jax.commands import models
 
-    loaded = models.load(arguments)
+    loaded = models.load(arguments, begun)
     if first is None:
         return _converse(arguments, loaded, prompts)
     session = loaded.session()

@@ -1,7 +1,6 @@
 """The models of a command, text in and out, and the cache of compiled programs."""
 
 import argparse
-import concurrent.futures
 import dataclasses
 import os
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dspark_jax.commands import failure, terminal
+from dspark_jax.commands import failure, reading, terminal
 from dspark_jax.commands.session import Inputs, Plan, Session
 from dspark_jax.config import Speculation
 from dspark_jax.drafters import load as drafter_lib
@@ -109,23 +108,22 @@ def _draft_vocabulary(arguments: argparse.Namespace, drafter: str) -> int | None
     return CPU_DRAFT_VOCABULARY if jax.default_backend() == "cpu" else None
 
 
-def load(arguments: argparse.Namespace) -> Models:
+def load(arguments: argparse.Namespace, begun: reading.Reading | None = None) -> Models:
     """Loads what `dspark generate` was asked for.
+
+    Args:
+      begun: the target's files, if they are already being read.
 
     Raises:
       Failure: a source that is missing, damaged or does not fit.
     """
     _keep_compiled_programs()
     name = arguments.drafter or _default_drafter(arguments.target)
+    begun = begun or reading.begin(arguments.target)
     with failure.of_input():
-        path = fetch.locate(arguments.target)
-        with (
-            terminal.status("loading the target"),
-            concurrent.futures.ThreadPoolExecutor() as pool,
-        ):
-            tokenizer = pool.submit(tokenizer_lib.load_tokenizer, path)
-            target, target_params = target_lib.load_target(path)
-            text = tokenizer.result()
+        with terminal.status("loading the target"):
+            target, target_params = target_lib.from_host(begun.target.result())
+            text = begun.tokenizer.result()
         drafter: Any = None
         drafter_params: Any = None
         if name == "prompt-lookup":

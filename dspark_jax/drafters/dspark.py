@@ -93,12 +93,18 @@ def init(key: jax.Array, config: DrafterConfig) -> DSparkParams:
 
 
 def with_draft_vocabulary(
-    params: DSparkParams, target: Target, target_params: PyTree, ids: Int[Array, "N"]
+    params: DSparkParams,
+    target: Target,
+    target_params: PyTree,
+    ids: Int[Array, "N"] | np.ndarray,
+    *,
+    head: Float[Array, "V D"] | None = None,
 ) -> DSparkParams:
     """Restricts drafting to `ids`: a smaller head and W2, exact all the same.
 
     Args:
       ids: int32 [N], distinct token ids, the most frequent ones of the use at hand.
+      head: the target's head where it is at hand as a table; else it is computed.
 
     Raises:
       ValueError: ids repeated or outside the vocabulary.
@@ -113,15 +119,23 @@ def with_draft_vocabulary(
             f"`ids` must be distinct and lie in 0..{vocab_size - 1}, got "
             f"{given.size} ids, {known.size} distinct, from {known[0]} to {known[-1]}"
         )
-    kept = jnp.asarray(known, jnp.int32)
-    if params.head is not None:
-        head = jnp.take(params.head, kept, axis=0)
-    else:
+    head = head if params.head is None else params.head
+    if head is None:
         # The target's head is only known as a linear function: apply it to the basis.
         basis = jnp.eye(target.config.width, dtype=jnp.float32)
-        head = target.unembed(target_params, basis)[:, kept].T
-    w2 = None if params.markov is None else jnp.take(params.markov.w2, kept, axis=0)
-    return params.replace(draft_vocabulary=DraftVocabulary(ids=kept, head=head, w2=w2))
+        head = target.unembed(target_params, basis).T
+
+    def rows(table: jax.Array) -> jax.Array:
+        # On the host: on the device every shape would compile a program of its own.
+        return jax.device_put(np.asarray(table)[known])
+
+    return params.replace(
+        draft_vocabulary=DraftVocabulary(
+            ids=jax.device_put(known.astype(np.int32)),
+            head=rows(head),
+            w2=None if params.markov is None else rows(params.markov.w2),
+        )
+    )
 
 
 def _init_state(
