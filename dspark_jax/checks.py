@@ -53,6 +53,11 @@ def check_integer(name: str, array: Any) -> None:
         raise TypeError(f"`{name}` must hold integers, got {array.dtype}")
 
 
+def is_numeric(dtype: Any) -> bool:
+    """Whether a dtype is of real numbers: integers or floats, bfloat16 among them."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
+
+
 def request_keys(key: Any, batch: int) -> jax.Array:
     """Returns typed keys [B]: `key` itself, or `fold_in(key, row)` of a scalar key.
 

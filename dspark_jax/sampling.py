@@ -96,10 +96,10 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
             continue
         known = checks.known(value)
         if known is not None:
-            kinds, kind = (
-                ("iu", "integers") if dtype == jnp.int32 else ("fiu", "numbers")
-            )
-            if known.dtype.kind not in kinds:
+            is_right, kind = checks.is_numeric(known.dtype), "numbers"
+            if dtype == jnp.int32:
+                is_right, kind = jnp.issubdtype(known.dtype, jnp.integer), "integers"
+            if not is_right:
                 raise TypeError(f"`sampling.{name}` must hold {kind}, got {value!r}")
             if not np.all(np.isfinite(known)) or not np.all(is_valid(known)):
                 raise ValueError(f"`sampling.{name}` must be {rule}, got {value}")

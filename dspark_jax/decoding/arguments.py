@@ -178,7 +178,7 @@ def make_threshold(
         return None
     known = checks.known(threshold)
     if known is not None:
-        is_number = known.dtype.kind in "fiu"
+        is_number = checks.is_numeric(known.dtype)
         if not is_number or not np.all((known >= 0) & (known <= 1)):
             raise ValueError(
                 f"`confidence_threshold` must lie in [0, 1], got {threshold}"
@@ -199,7 +199,7 @@ def make_temperatures(temperatures: Any, length: int) -> Float[Array, "K"] | Non
         return None
     known = checks.known(temperatures)
     if known is not None:
-        is_number = known.dtype.kind in "fiu"
+        is_number = checks.is_numeric(known.dtype)
         if not is_number or not np.all((known > 0) & np.isfinite(known)):
             raise ValueError(
                 "`confidence_temperatures` must be positive and finite, got "
