@@ -253,7 +253,7 @@ def _check_static(target: Target) -> None:
         if "<locals>" in where or "<lambda>" in where:
             raise TargetLawError(
                 f"{law}: {name} is {where}, made anew with every Target; use a "
-                "module-level function, and dspark_jax.types.Bound for its arguments"
+                "module-level function, and dspark_jax.Bound for its arguments"
             )
     for name, part in target._asdict().items():
         if copy.deepcopy(part) != part:

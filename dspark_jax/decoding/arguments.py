@@ -38,28 +38,7 @@ def check_models(
         raise TypeError(
             f"`options` must be a Speculation, got {type(options).__name__}"
         )
-    for name, theirs in (
-        ("vocab_size", target.config.vocab_size),
-        ("num_target_layers", target.config.num_layers),
-    ):
-        ours = getattr(drafter.config, name, theirs)
-        if ours != theirs:
-            raise ValueError(
-                f"`drafter` was made for another target: its {name} is {ours}, the "
-                f"target's is {theirs}"
-            )
-    ours, theirs = drafter.config.target_fingerprint, target.config.fingerprint
-    if ours and theirs and ours != theirs:
-        raise ValueError(
-            f"`drafter` was made for another target: its fingerprint is {ours}, the "
-            f"target's is {theirs}"
-        )
-    for tap in drafter.config.tap_layers:
-        if not -1 <= tap < target.config.num_layers:
-            raise ValueError(
-                f"`drafter` taps layer {tap}, but the target's layers are -1.."
-                f"{target.config.num_layers - 1}"
-            )
+    checks.check_drafter_fits(drafter.config, target.config)
     length = options.draft_length or drafter.config.block_size
     if length > drafter.config.block_size:
         raise ValueError(

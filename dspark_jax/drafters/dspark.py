@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import kv_cache, layers
+from dspark_jax import checks, kv_cache, layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, markov
 from dspark_jax.sampling import DraftSampler
@@ -48,7 +48,7 @@ def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
     Raises:
       ValueError: the drafter was made for another target.
     """
-    check_target_match(config, target)
+    checks.check_drafter_fits(config, target.config)
     arguments = (config, target)
     return Drafter(
         config=config,
@@ -56,26 +56,6 @@ def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
         observe=Bound(_observe, (config,)),
         propose=Bound(_propose, arguments),
     )
-
-
-def check_target_match(config: DrafterConfig, target: Target) -> None:
-    """Raises ValueError unless the drafter fits the target, naming what differs."""
-    for name, ours, theirs in (
-        ("vocab_size", config.vocab_size, target.config.vocab_size),
-        ("width", config.width, target.config.width),
-        ("num_target_layers", config.num_target_layers, target.config.num_layers),
-    ):
-        if ours != theirs:
-            raise ValueError(
-                f"the drafter was made for another target: its {name} is {ours}, the "
-                f"target's is {theirs}"
-            )
-    trained_for, given = config.target_fingerprint, target.config.fingerprint
-    if trained_for and given and trained_for != given:
-        raise ValueError(
-            f"the drafter was made for another target: fingerprint {trained_for}, the "
-            f"target's is {given}"
-        )
 
 
 def abstract(config: DrafterConfig) -> DSparkParams:

@@ -138,7 +138,8 @@ def block_config(
 
 def rope_config(values: Mapping[str, Any], *, where: str = "config.json") -> RopeConfig:
     """Rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    name, rope = "rope_scaling", {}
+    name: str = "rope_scaling"
+    rope: Mapping[str, Any] = {}
     for candidate in ("rope_scaling", "rope_parameters"):
         found = values.get(candidate)
         if not isinstance(found, Mapping | None):
