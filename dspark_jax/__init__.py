@@ -5,7 +5,7 @@ distribution with a first-order Markov head; the target verifies the block witho
 changing its own distribution, in one pass as well.
 
 Everything public is a name below, and the submodules `testing` (check your own target)
-and `training`. A name is imported at its first use, so that
+and `training` (train a drafter). A name is imported at its first use, so that
 `import dspark_jax` costs nothing.
 
 The dimension key of all comments, docstrings and annotations:
@@ -21,7 +21,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from dspark_jax import testing
+    from dspark_jax import testing, training
     from dspark_jax.config import DecoderConfig, DrafterConfig, Speculation
     from dspark_jax.decoding.generate import (
         autoregressive_generate,
@@ -39,10 +39,13 @@ if typing.TYPE_CHECKING:
     from dspark_jax.targets.tokenizer import load_tokenizer
     from dspark_jax.types import (
         FINISH_REASONS,
+        Bound,
         DecodeState,
         Draft,
         Drafter,
         Generation,
+        Logprobs,
+        RoundInfo,
         Stats,
         Target,
     )
@@ -51,12 +54,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FINISH_REASONS",
+    "Bound",
     "DecodeState",
     "DecoderConfig",
     "Draft",
     "Drafter",
     "DrafterConfig",
     "Generation",
+    "Logprobs",
+    "RoundInfo",
     "Sampling",
     "Speculation",
     "Stats",
@@ -73,7 +79,10 @@ __all__ = [
     "speculative_round",
     "speculative_rounds",
     "testing",
+    "training",
 ]
+
+_MODULES = ("testing", "training")
 
 _HOMES = {  # the same as the imports above
     "config": ("DecoderConfig", "DrafterConfig", "Speculation"),
@@ -93,10 +102,13 @@ _HOMES = {  # the same as the imports above
     "targets.tokenizer": ("load_tokenizer",),
     "types": (
         "FINISH_REASONS",
+        "Bound",
         "DecodeState",
         "Draft",
         "Drafter",
         "Generation",
+        "Logprobs",
+        "RoundInfo",
         "Stats",
         "Target",
     ),
@@ -109,8 +121,8 @@ def __getattr__(name: str) -> typing.Any:
             value = getattr(importlib.import_module(f"dspark_jax.{home}"), name)
             globals()[name] = value  # the next use finds it without this function
             return value
-    if name == "testing":
-        return importlib.import_module("dspark_jax.testing")
+    if name in _MODULES:
+        return importlib.import_module(f"dspark_jax.{name}")
     raise AttributeError(f"module 'dspark_jax' has no attribute {name!r}")
 
 

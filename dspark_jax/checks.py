@@ -28,6 +28,32 @@ def check_rank(name: str, array: Any, dims: str) -> None:
         )
 
 
+def check_drafter_fits(drafter_config: Any, target_config: Any) -> None:
+    """Raises ValueError unless a drafter is one for this target, naming what differs.
+
+    Compared is what the drafter's configuration has; fingerprints if neither is empty.
+    """
+    for name, theirs in (
+        ("vocab_size", target_config.vocab_size),
+        ("width", target_config.width),
+        ("num_target_layers", target_config.num_layers),
+        ("target_fingerprint", target_config.fingerprint),
+    ):
+        ours = getattr(drafter_config, name, theirs)
+        is_unnamed = name == "target_fingerprint" and not (ours and theirs)
+        if ours != theirs and not is_unnamed:
+            raise ValueError(
+                "`drafter` was made for another target: its "
+                f"{name.removeprefix('target_')} is {ours}, the target's is {theirs}"
+            )
+    for tap in drafter_config.tap_layers:
+        if not -1 <= tap < target_config.num_layers:
+            raise ValueError(
+                f"`drafter` taps layer {tap}, but the target's layers are -1.."
+                f"{target_config.num_layers - 1}"
+            )
+
+
 def as_array(name: str, value: Any) -> jax.Array:
     """`value` as an array; raises TypeError if it is none (ragged lists, say)."""
     try:
@@ -51,6 +77,11 @@ def check_integer(name: str, array: Any) -> None:
     """Raises TypeError unless `array` holds integers."""
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must hold integers, got {array.dtype}")
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether a dtype is of real numbers: integers or floats, bfloat16 among them."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
 
 
 def request_keys(key: Any, batch: int) -> jax.Array:

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax import checks, noise
 from dspark_jax.types import Row
@@ -96,10 +96,10 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
             continue
         known = checks.known(value)
         if known is not None:
-            kinds, kind = (
-                ("iu", "integers") if dtype == jnp.int32 else ("fiu", "numbers")
-            )
-            if known.dtype.kind not in kinds:
+            is_right, kind = checks.is_numeric(known.dtype), "numbers"
+            if dtype == jnp.int32:
+                is_right, kind = jnp.issubdtype(known.dtype, jnp.integer), "integers"
+            if not is_right:
                 raise TypeError(f"`sampling.{name}` must hold {kind}, got {value!r}")
             if not np.all(np.isfinite(known)) or not np.all(is_valid(known)):
                 raise ValueError(f"`sampling.{name}` must be {rule}, got {value}")
@@ -118,7 +118,7 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
 
     Args:
       logits: float32 [..., N], finite or -inf. What a row with NaN or +inf gives is not
-        specified: the caller finds such rows by their maximum.
+        specified: `has_distribution` finds such rows.
       sampling: fields [...], or None.
     """
     shape = logits.shape[:-1]
@@ -153,6 +153,12 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
         log_normaliser=jnp.log(jnp.sum(mass, axis=-1)),
         point=jnp.where(temperature > 0, -1, largest).astype(jnp.int32),
     )
+
+
+def has_distribution(logits: Float[Array, "... N"]) -> Bool[Array, "..."]:
+    """Whether a row of logits is one: no NaN, no +inf, and something above -inf."""
+    # Comparisons, since a compiled maximum may pass over a NaN (XLA:CPU's does).
+    return jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
 
 
 def scale(
@@ -242,7 +248,7 @@ class DraftSampler(flax.struct.PyTreeNode):
         if ids is None:
             ids = jnp.arange(support, dtype=jnp.int32)
         ids = jnp.broadcast_to(ids, (batch, support))
-        is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
+        is_finite = has_distribution(logits)
         logits = jnp.where(is_finite[:, None], logits, 0.0)
         row = make_row(logits, self.sampling)
         gumbel = None

@@ -110,7 +110,7 @@ class Verification(flax.struct.PyTreeNode):
 
     num_accepted: jax.Array  # int32 [B], drafts accepted by the rule
     next_token: jax.Array  # int32 [B], drawn after the last accepted draft
-    is_finite: jax.Array  # bool [B], the target's logits were finite in this window
+    is_finite: jax.Array  # bool [B]; False: no next token, its logits are not finite
 
 
 class Stats(flax.struct.PyTreeNode):

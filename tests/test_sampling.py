@@ -187,6 +187,23 @@ def test_without_a_temperature_everything_is_greedy():
     np.testing.assert_array_equal(row.point, best)
 
 
+@pytest.mark.parametrize("shape", [(4,), (40_000, 3), (3, 8, 517), (2, 49_152)])
+def test_rows_without_a_distribution_are_found(shape):
+    """Also where the compiler vectorises: XLA:CPU's maximum may pass over a NaN."""
+    logits = np.random.default_rng(6).normal(size=shape).astype(np.float32)
+    has_distribution = jax.jit(sampling.has_distribution)
+    assert has_distribution(jnp.asarray(logits)).all()
+    for value in (np.nan, np.inf):
+        for place in (0, shape[-1] // 2, shape[-1] - 1):
+            broken = logits.copy()
+            broken[..., place] = value
+            assert not has_distribution(jnp.asarray(broken)).any()
+    logits[..., 1:] = -np.inf
+    assert has_distribution(jnp.asarray(logits)).all()
+    logits[..., 0] = -np.inf
+    assert not has_distribution(jnp.asarray(logits)).any()
+
+
 def test_draft_rows_that_are_not_finite_become_point_masses():
     logits = np.random.default_rng(4).normal(size=(B, V)).astype(np.float32)
     logits[0, 3] = np.nan

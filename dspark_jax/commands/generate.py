@@ -118,17 +118,25 @@ def run(arguments: argparse.Namespace) -> int:
     prompts = _prompts(arguments)
     first = None if arguments.chat else next(prompts)
 
+    from dspark_jax.commands import reading
+
+    begun = reading.begin(arguments.target)
+
     from dspark_jax.commands import models
 
-    loaded = models.load(arguments)
+    loaded = models.load(arguments, begun)
     if first is None:
         return _converse(arguments, loaded, prompts)
     session = loaded.session()
     ids = loaded.encode(first)
+    warm = None
     if arguments.compare:
         with terminal.status("compiling"), failure.of_input():
-            session.warm_up(ids, arguments.max_new_tokens)
+            warm = session.warm_up(ids, arguments.max_new_tokens)
     turn, text = _answer(arguments, loaded, session, ids, started)
+    if warm is not None:
+        # A user who compares nothing has the first token then.
+        turn.first_token_seconds = warm.first_token_at - started
     result = report.of_turn(arguments, loaded, turn, text)
     lines = f"[{report.summary(turn)}]"
     if arguments.compare and turn.finish_reason != INTERRUPTED:
@@ -238,7 +246,7 @@ def _answer(
     """One answer and its text, written to stdout as it is accepted."""
     with terminal.status("compiling"), failure.of_input():
         turn = session.start_turn(ids, arguments.max_new_tokens, spare=spare)
-    turn.first_token_seconds = time.perf_counter() - started
+    turn.first_token_seconds = turn.first_token_at - started
     stream = loaded.stream()
     text = ""
 

@@ -1,7 +1,6 @@
 """The models of a command, text in and out, and the cache of compiled programs."""
 
 import argparse
-import concurrent.futures
 import dataclasses
 import os
 from typing import Any
@@ -9,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dspark_jax.commands import failure, terminal
-from dspark_jax.commands.session import Inputs, Plan, Session
+from dspark_jax.commands import failure, reading, terminal
+from dspark_jax.commands.session import Inputs, Session, SessionConfig
 from dspark_jax.config import Speculation
 from dspark_jax.drafters import load as drafter_lib
 from dspark_jax.drafters import prompt_lookup
@@ -29,7 +28,7 @@ CPU_DRAFT_VOCABULARY = 8192
 class Models:
     """Target, drafter and tokenizer with the settings of the command line."""
 
-    plan: Plan
+    config: SessionConfig
     inputs: Inputs
     tokenizer: tokenizer_lib.Tokenizer
     drafter_name: str
@@ -42,23 +41,23 @@ class Models:
 
     @property
     def draft_length(self) -> int | None:
-        drafter = self.plan.drafter
+        drafter = self.config.drafter
         if drafter is None:
             return None
-        return self.plan.options.draft_length or drafter.config.block_size
+        return self.config.options.draft_length or drafter.config.block_size
 
     def session(self, *, is_plain: bool = False) -> Session:
         """A new session; `is_plain` drops the drafter."""
-        plan, inputs = self.plan, self.inputs
+        config, inputs = self.config, self.inputs
         if is_plain:
-            plan = plan._replace(drafter=None, options=Speculation())
+            config = config._replace(drafter=None, options=Speculation())
             inputs = inputs._replace(drafter_params=None, confidence_threshold=None)
-        if plan.drafter is None:
+        if config.drafter is None:
             rounds = PLAIN_STEPS if is_plain else 1
         else:
             # A look of the host costs a GPU more than three rounds in vain at the end.
             rounds = 4 if jax.default_backend() == "gpu" else 1
-        return Session(plan, inputs, self.seed, rounds)
+        return Session(config, inputs, self.seed, rounds)
 
     def encode(self, prompt: str) -> list[int]:
         """The prompt's ids, as a user's turn where there is a chat template."""
@@ -89,10 +88,10 @@ class Models:
     def _checked(self, ids: list[int]) -> list[int]:
         if not ids:
             raise failure.Failure("the prompt has no tokens")
-        if max(ids) >= self.plan.target.config.vocab_size:
+        if max(ids) >= self.config.target.config.vocab_size:
             raise failure.Failure(
                 f"the tokenizer gives id {max(ids)}, but the target's vocabulary has "
-                f"{self.plan.target.config.vocab_size} tokens"
+                f"{self.config.target.config.vocab_size} tokens"
             )
         return ids
 
@@ -109,23 +108,22 @@ def _draft_vocabulary(arguments: argparse.Namespace, drafter: str) -> int | None
     return CPU_DRAFT_VOCABULARY if jax.default_backend() == "cpu" else None
 
 
-def load(arguments: argparse.Namespace) -> Models:
+def load(arguments: argparse.Namespace, begun: reading.Reading | None = None) -> Models:
     """Loads what `dspark generate` was asked for.
+
+    Args:
+      begun: the target's files, if they are already being read.
 
     Raises:
       Failure: a source that is missing, damaged or does not fit.
     """
     keep_compiled_programs()
     name = arguments.drafter or _default_drafter(arguments.target)
+    begun = begun or reading.begin(arguments.target)
     with failure.of_input():
-        path = fetch.locate(arguments.target)
-        with (
-            terminal.status("loading the target"),
-            concurrent.futures.ThreadPoolExecutor() as pool,
-        ):
-            tokenizer = pool.submit(tokenizer_lib.load_tokenizer, path)
-            target, target_params = target_lib.load_target(path)
-            text = tokenizer.result()
+        with terminal.status("loading the target"):
+            target, target_params = target_lib.from_host(begun.target.result())
+            text = begun.tokenizer.result()
         drafter: Any = None
         drafter_params: Any = None
         if name == "prompt-lookup":
@@ -154,7 +152,7 @@ def load(arguments: argparse.Namespace) -> Models:
         confidence_threshold=_number(arguments.confidence_threshold, np.float32),
     )
     return Models(
-        plan=Plan(target, drafter, options),
+        config=SessionConfig(target, drafter, options),
         inputs=inputs,
         tokenizer=text,
         drafter_name=name,

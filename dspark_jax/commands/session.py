@@ -28,7 +28,7 @@ PLANNED_WIDTH = 256
 _WITHOUT_YNNPACK = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
-class Plan(NamedTuple):
+class SessionConfig(NamedTuple):
     """The static side of a session; drafter None is plain decoding."""
 
     target: Target
@@ -54,7 +54,8 @@ class Turn:
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str = types.FINISH_REASONS[types.RUNNING]
     prefill_seconds: float = 0.0  # up to the first token
-    first_token_seconds: float = 0.0  # the same, loading and compilation included
+    first_token_at: float = 0.0  # time.perf_counter() then
+    first_token_seconds: float = 0.0  # since the command began, loading included
     seconds: float = 0.0  # of decoding, after the first token
     num_rounds: int = 0
     num_verified: int = 0
@@ -80,15 +81,17 @@ class Session:
     """Feeds turns, and hands out tokens as they are accepted.
 
     Args:
-      plan: static.
+      config: static.
       inputs: traced.
       seed: of the key that all draws come from.
       rounds_per_step: rounds between two looks of the host (plain decoding: tokens).
     """
 
-    def __init__(self, plan: Plan, inputs: Inputs, seed: int, rounds_per_step: int):
+    def __init__(
+        self, config: SessionConfig, inputs: Inputs, seed: int, rounds_per_step: int
+    ):
         self.history: list[int] = []  # every token so far
-        self._plan = plan
+        self._config = config
         self._inputs = inputs
         self._key = jax.random.key(seed)
         self._rounds = np.int32(rounds_per_step)
@@ -109,7 +112,7 @@ class Session:
         Raises:
           ValueError: the conversation passes the target's last position.
         """
-        last = self._plan.target.config.max_position
+        last = self._config.target.config.max_position
         length = len(self.history) + len(ids)
         if length > last:
             raise ValueError(
@@ -127,7 +130,7 @@ class Session:
             np.array([max_new_tokens], np.int32),
             self._inputs,
         )
-        static: dict[str, Any] = {"plan": self._plan}
+        static: dict[str, Any] = {"config": self._config}
         if is_extended:
             first, arguments = _extend, (self._state, *turn_inputs)
         else:
@@ -142,14 +145,15 @@ class Session:
             _advance,
             (self._capacity,),
             (state, self._rounds, self._inputs),
-            {"plan": self._plan},
+            {"config": self._config},
         )
         turn = Turn(num_prompt_tokens=len(ids))
         started = time.perf_counter()
         self._state = program(*arguments)
         self.history += ids
         self._collect(turn)
-        turn.prefill_seconds = time.perf_counter() - started
+        turn.first_token_at = time.perf_counter()
+        turn.prefill_seconds = turn.first_token_at - started
         return turn
 
     def step(self, turn: Turn) -> None:
@@ -160,10 +164,12 @@ class Session:
         self._collect(turn)
         turn.seconds += time.perf_counter() - started
 
-    def warm_up(self, ids: Sequence[int], max_new_tokens: int) -> None:
+    def warm_up(self, ids: Sequence[int], max_new_tokens: int) -> Turn:
         """Runs every program once: a first execution is slower than the next ones."""
-        self.step(self.start_turn(ids, max_new_tokens))
+        turn = self.start_turn(ids, max_new_tokens)
+        self.step(turn)
         self.history, self._state, self._capacity = [], None, 0
+        return turn
 
     def _program(self, function: Any, shapes: Any, arguments: Any, static: Any) -> Any:
         """The compiled program for these shapes, and the shapes of its result."""
@@ -204,7 +210,7 @@ def bucket(size: int) -> int:
     return power
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "capacity"))
+@functools.partial(jax.jit, static_argnames=("config", "capacity"))
 def _begin(
     key: jax.Array,
     tokens: jax.Array,
@@ -212,7 +218,7 @@ def _begin(
     limits: jax.Array,
     inputs: Inputs,
     *,
-    plan: Plan,
+    config: SessionConfig,
     capacity: int,
 ) -> DecodeState:
     return generate.prefill(
@@ -222,11 +228,11 @@ def _begin(
         limits=limits,
         capacity=capacity,
         max_new_tokens=capacity - tokens.shape[1],
-        **_models(plan, inputs),
+        **_models(config, inputs),
     )
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def _extend(
     state: DecodeState,
     tokens: jax.Array,
@@ -234,7 +240,7 @@ def _extend(
     limits: jax.Array,
     inputs: Inputs,
     *,
-    plan: Plan,
+    config: SessionConfig,
 ) -> DecodeState:
     # Every turn is counted by itself.
     state = state.replace(stats=jax.tree.map(jax.numpy.zeros_like, state.stats))
@@ -244,16 +250,16 @@ def _extend(
         lengths,
         limits=limits,
         max_new_tokens=state.tokens.shape[1],
-        **_models(plan, inputs),
+        **_models(config, inputs),
     )
 
 
-@functools.partial(jax.jit, static_argnames="plan", donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
 def _advance(
-    state: DecodeState, num_rounds: Any, inputs: Inputs, *, plan: Plan
+    state: DecodeState, num_rounds: Any, inputs: Inputs, *, config: SessionConfig
 ) -> DecodeState:
-    arguments = _models(plan, inputs)
-    if plan.drafter is None:
+    arguments = _models(config, inputs)
+    if config.drafter is None:
         for name in ("drafter", "drafter_params", "options"):
             del arguments[name]
         return generate.autoregressive_steps(state, num_rounds, **arguments)
@@ -265,13 +271,13 @@ def _advance(
     )
 
 
-def _models(plan: Plan, inputs: Inputs) -> dict[str, Any]:
+def _models(config: SessionConfig, inputs: Inputs) -> dict[str, Any]:
     return {
-        "target": plan.target,
+        "target": config.target,
         "target_params": inputs.target_params,
-        "drafter": plan.drafter,
+        "drafter": config.drafter,
         "drafter_params": inputs.drafter_params,
-        "options": plan.options,
+        "options": config.options,
         "sampling": inputs.sampling,
         "stop_tokens": inputs.stop_tokens,
     }

@@ -38,28 +38,7 @@ def check_models(
         raise TypeError(
             f"`options` must be a Speculation, got {type(options).__name__}"
         )
-    for name, theirs in (
-        ("vocab_size", target.config.vocab_size),
-        ("num_target_layers", target.config.num_layers),
-    ):
-        ours = getattr(drafter.config, name, theirs)
-        if ours != theirs:
-            raise ValueError(
-                f"`drafter` was made for another target: its {name} is {ours}, the "
-                f"target's is {theirs}"
-            )
-    ours, theirs = drafter.config.target_fingerprint, target.config.fingerprint
-    if ours and theirs and ours != theirs:
-        raise ValueError(
-            f"`drafter` was made for another target: its fingerprint is {ours}, the "
-            f"target's is {theirs}"
-        )
-    for tap in drafter.config.tap_layers:
-        if not -1 <= tap < target.config.num_layers:
-            raise ValueError(
-                f"`drafter` taps layer {tap}, but the target's layers are -1.."
-                f"{target.config.num_layers - 1}"
-            )
+    checks.check_drafter_fits(drafter.config, target.config)
     length = options.draft_length or drafter.config.block_size
     if length > drafter.config.block_size:
         raise ValueError(
@@ -178,7 +157,7 @@ def make_threshold(
         return None
     known = checks.known(threshold)
     if known is not None:
-        is_number = known.dtype.kind in "fiu"
+        is_number = checks.is_numeric(known.dtype)
         if not is_number or not np.all((known >= 0) & (known <= 1)):
             raise ValueError(
                 f"`confidence_threshold` must lie in [0, 1], got {threshold}"
@@ -199,7 +178,7 @@ def make_temperatures(temperatures: Any, length: int) -> Float[Array, "K"] | Non
         return None
     known = checks.known(temperatures)
     if known is not None:
-        is_number = known.dtype.kind in "fiu"
+        is_number = checks.is_numeric(known.dtype)
         if not is_number or not np.all((known > 0) & np.isfinite(known)):
             raise ValueError(
                 "`confidence_temperatures` must be positive and finite, got "

@@ -34,6 +34,8 @@ def commit(
     """Appends new_tokens[b, :num_new[b]] to every running sequence.
 
     Row w of `target_logits` and `target_row` is the distribution of new token w.
+    `is_finite` False: the token after these has none, and a sequence that neither stops
+    nor is full with them fails.
 
     Returns:
       The state (tokens, lengths, finish, logprobs) and num_committed [B].
@@ -42,7 +44,7 @@ def commit(
     is_running = state.finish == RUNNING
     remaining = jnp.maximum(state.limits - state.lengths, 0)
     count = jnp.minimum(num_new, remaining)
-    count = jnp.where(is_running & is_finite, count, 0)
+    count = jnp.where(is_running, count, 0)
     is_stop = jnp.any(new_tokens[..., None] == stop_tokens[:, None], axis=-1)
     is_stop = is_stop & (offset < count[:, None])
     has_stop = jnp.any(is_stop, axis=1)
@@ -51,9 +53,9 @@ def commit(
     is_new = offset < count[:, None]
     positions = jnp.where(is_new, state.lengths[:, None] + offset, -1)
     lengths = state.lengths + count
-    finish = jnp.where(lengths >= state.limits, FINISH_LENGTH, RUNNING)
+    finish = jnp.where(is_finite, RUNNING, FINISH_NON_FINITE)
+    finish = jnp.where(lengths >= state.limits, FINISH_LENGTH, finish)
     finish = jnp.where(has_stop, FINISH_STOP, finish)
-    finish = jnp.where(is_finite, finish, FINISH_NON_FINITE)
     logprobs = state.logprobs
     if logprobs is not None:
         raw, of_sampling = _logprobs(new_tokens, target_logits, target_row, settings)

@@ -259,7 +259,9 @@ def extend(
 
     Args:
       state: from `prefill`, `extend` or `Generation.state`.
-      tokens: int32 [B, Q], right-padded; lengths: int32 [B], 0..Q.
+      tokens: int32 [B, Q], right-padded.
+      lengths: int32 [B], 0..Q. A row with 0 goes on with its own text: what it draws
+        now is what it would have drawn next, also after a stop token or its limit.
       (others): as in `speculative_generate`.
 
     Raises:

@@ -158,7 +158,7 @@ def draw_first(
 ) -> DecodeState:
     """Draws and commits one token from `hidden` [B, D], as plain decoding does."""
     logits = target.unembed(target_params, hidden).astype(jnp.float32)
-    is_finite = jnp.isfinite(jnp.max(logits, axis=-1))
+    is_finite = sampling.has_distribution(logits)
     row = sampling.make_row(logits, settings)
     gumbel = None
     if settings.temperature is not None:
@@ -171,7 +171,7 @@ def draw_first(
     return commit.commit(
         state,
         token[:, None],
-        jnp.ones_like(state.lengths),
+        is_finite.astype(jnp.int32),
         is_finite,
         stop_tokens,
         logits[:, None],

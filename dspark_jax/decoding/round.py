@@ -92,7 +92,7 @@ def speculative_step(
         rule=options.rule,
     )
 
-    # New token w is draft w, or the next token after the accepted ones.
+    # New token w is draft w, or what follows the accepted ones, if anything does.
     new_tokens = jnp.concatenate([draft.tokens, draft.tokens[:, -1:]], axis=1)
     is_next = offset == verdict.num_accepted[:, None]
     new_tokens = jnp.where(is_next, verdict.next_token[:, None], new_tokens)
@@ -100,7 +100,7 @@ def speculative_step(
     state, num_committed = commit.commit(
         state,
         new_tokens,
-        verdict.num_accepted + 1,
+        verdict.num_accepted + verdict.is_finite.astype(jnp.int32),
         verdict.is_finite,
         stop_tokens,
         logits,

@@ -11,6 +11,13 @@ temperature and cuts), x_k the drafts and l the request's verify length:
           2408.07978). The words do not depend on the drafter at all.
 
 At temperature 0 all three are argmax equality. All arithmetic that decides is float32.
+
+A row of target logits that is not finite fails its request where plain decoding fails:
+when the text reaches it. It ends the window before it (row j is a function of
+x_1 .. x_j, so that the window stays predictable, and the accepted prefix keeps its
+law); the request fails if all drafts up to there stand, and otherwise never gets there.
+A NaN from inside a layer fails earlier: attention that masks by weight (0 * NaN)
+spreads it over all rows of the request's pass.
 """
 
 from typing import NamedTuple
@@ -44,7 +51,8 @@ def verify(
       draft: K slots.
       target_logits: W = K + 1 rows; row k follows the anchor and k drafts.
       target_row: sampling distributions [B, W] of `target_logits`.
-      verify_length: l in 0..K. Rows and slots beyond it are ignored.
+      verify_length: l in 0..K. Rows and slots beyond it are ignored, as are those
+        beyond the first row that is not finite.
       settings: fields [B], or None.
       rule: "token", "block" or "seeded".
       commit_length: commit at most this many drafts though `verify_length` were
@@ -52,9 +60,10 @@ def verify(
     """
     rows = target_logits.shape[1]
     target_logits = target_logits.astype(jnp.float32)
-    offset = jnp.arange(rows, dtype=jnp.int32)[None]
-    row_is_finite = jnp.isfinite(jnp.max(target_logits, axis=-1))
-    is_finite = jnp.all(row_is_finite | (offset > verify_length[:, None]), axis=-1)
+    row_is_finite = sampling.has_distribution(target_logits)
+    leading = jnp.cumprod(row_is_finite, axis=-1, dtype=jnp.int32)
+    leading = jnp.sum(leading, axis=-1, dtype=jnp.int32)
+    verify_length = jnp.minimum(verify_length, leading)
     if settings.temperature is None or rule == "seeded":
         tokens = _target_tokens(
             key, anchor_position, target_logits, target_row, settings
@@ -63,9 +72,10 @@ def verify(
         num_accepted = _leading(is_equal, verify_length)
         if commit_length is not None:
             num_accepted = jnp.minimum(num_accepted, commit_length)
-        next_token = _take(tokens, num_accepted)
         return Verification(
-            num_accepted=num_accepted, next_token=next_token, is_finite=is_finite
+            num_accepted=num_accepted,
+            next_token=_take(tokens, num_accepted),
+            is_finite=_take(row_is_finite, num_accepted),
         )
     streams = noise.round_streams(key, anchor_position, rows - 1, noise.ACCEPT)
     bounds = make_bounds(
@@ -85,7 +95,9 @@ def verify(
     gumbel = noise.round_gumbel(streams, 0, ids)
     next_token = jnp.argmax(jnp.log(mass) + gumbel, axis=-1).astype(jnp.int32)
     return Verification(
-        num_accepted=num_accepted, next_token=next_token, is_finite=is_finite
+        num_accepted=num_accepted,
+        next_token=next_token,
+        is_finite=_take(row_is_finite, num_accepted),
     )
 
 

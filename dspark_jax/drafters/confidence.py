@@ -46,11 +46,5 @@ def logits(
         assert previous_embedding is not None
         inputs = jnp.concatenate([hidden, previous_embedding], axis=-1)
     weight = params.weight.astype(inputs.dtype)
-    value = jnp.einsum(
-        "...d,d->...",
-        inputs,
-        weight,
-        precision=layers.precision(inputs.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    value = layers.einsum("...d,d->...", inputs, weight)
     return value + params.bias.astype(jnp.float32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import kv_cache, layers
+from dspark_jax import checks, kv_cache, layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, markov
 from dspark_jax.sampling import DraftSampler
@@ -48,7 +48,7 @@ def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
     Raises:
       ValueError: the drafter was made for another target.
     """
-    check_target_match(config, target)
+    checks.check_drafter_fits(config, target.config)
     arguments = (config, target)
     return Drafter(
         config=config,
@@ -56,26 +56,6 @@ def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
         observe=Bound(_observe, (config,)),
         propose=Bound(_propose, arguments),
     )
-
-
-def check_target_match(config: DrafterConfig, target: Target) -> None:
-    """Raises ValueError unless the drafter fits the target, naming what differs."""
-    for name, ours, theirs in (
-        ("vocab_size", config.vocab_size, target.config.vocab_size),
-        ("width", config.width, target.config.width),
-        ("num_target_layers", config.num_target_layers, target.config.num_layers),
-    ):
-        if ours != theirs:
-            raise ValueError(
-                f"the drafter was made for another target: its {name} is {ours}, the "
-                f"target's is {theirs}"
-            )
-    trained_for, given = config.target_fingerprint, target.config.fingerprint
-    if trained_for and given and trained_for != given:
-        raise ValueError(
-            f"the drafter was made for another target: fingerprint {trained_for}, the "
-            f"target's is {given}"
-        )
 
 
 def abstract(config: DrafterConfig) -> DSparkParams:
@@ -93,12 +73,18 @@ def init(key: jax.Array, config: DrafterConfig) -> DSparkParams:
 
 
 def with_draft_vocabulary(
-    params: DSparkParams, target: Target, target_params: PyTree, ids: Int[Array, "N"]
+    params: DSparkParams,
+    target: Target,
+    target_params: PyTree,
+    ids: Int[Array, "N"] | np.ndarray,
+    *,
+    head: Float[Array, "V D"] | None = None,
 ) -> DSparkParams:
     """Restricts drafting to `ids`: a smaller head and W2, exact all the same.
 
     Args:
       ids: int32 [N], distinct token ids, the most frequent ones of the use at hand.
+      head: the target's head where it is at hand as a table; else it is computed.
 
     Raises:
       ValueError: ids repeated or outside the vocabulary.
@@ -113,15 +99,23 @@ def with_draft_vocabulary(
             f"`ids` must be distinct and lie in 0..{vocab_size - 1}, got "
             f"{given.size} ids, {known.size} distinct, from {known[0]} to {known[-1]}"
         )
-    kept = jnp.asarray(known, jnp.int32)
-    if params.head is not None:
-        head = jnp.take(params.head, kept, axis=0)
-    else:
+    head = head if params.head is None else params.head
+    if head is None:
         # The target's head is only known as a linear function: apply it to the basis.
         basis = jnp.eye(target.config.width, dtype=jnp.float32)
-        head = target.unembed(target_params, basis)[:, kept].T
-    w2 = None if params.markov is None else jnp.take(params.markov.w2, kept, axis=0)
-    return params.replace(draft_vocabulary=DraftVocabulary(ids=kept, head=head, w2=w2))
+        head = target.unembed(target_params, basis).T
+
+    def rows(table: jax.Array) -> jax.Array:
+        # On the host: on the device every shape would compile a program of its own.
+        return jax.device_put(np.asarray(table)[known])
+
+    return params.replace(
+        draft_vocabulary=DraftVocabulary(
+            ids=jax.device_put(known.astype(np.int32)),
+            head=rows(head),
+            w2=None if params.markov is None else rows(params.markov.w2),
+        )
+    )
 
 
 def _init_state(

@@ -7,7 +7,6 @@ import pathlib
 from importlib.resources.abc import Traversable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dspark_jax import layers, tensor_files
@@ -91,7 +90,10 @@ def _load(
         ids = _frequent_ids(folder, draft_vocabulary, config.vocab_size)
         if target_params is None:
             raise ValueError("`draft_vocabulary` needs `target_params`, got None")
-        params = dspark.with_draft_vocabulary(params, target, target_params, ids)
+        head = deepspec.target_table(deepspec.HEAD, target, target_params)
+        params = dspark.with_draft_vocabulary(
+            params, target, target_params, ids, head=head
+        )
     return drafter, params
 
 
@@ -109,7 +111,7 @@ def _widened(
     return dataclasses.replace(config, param_dtype=config.compute_dtype), widened
 
 
-def _frequent_ids(folder: pathlib.Path, count: int, vocab_size: int) -> jax.Array:
+def _frequent_ids(folder: pathlib.Path, count: int, vocab_size: int) -> np.ndarray:
     path = folder / VOCABULARY_FILE
     if not path.is_file():
         raise FileNotFoundError(f"`draft_vocabulary` needs {path}, which is missing")
@@ -127,4 +129,4 @@ def _frequent_ids(folder: pathlib.Path, count: int, vocab_size: int) -> jax.Arra
             f"{path}: 'ids' must be distinct and lie in 0..{vocab_size - 1}, got "
             f"{len(set(kept))} distinct ids from {min(kept)} to {max(kept)}"
         )
-    return jnp.asarray(kept, jnp.int32)
+    return np.asarray(kept, np.int32)

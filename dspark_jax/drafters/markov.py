@@ -125,10 +125,4 @@ def candidate_bias(
     gathered = jnp.take(w2, rows, axis=0, mode="clip").astype(
         feature.dtype
     )  # [B, N, R]
-    return jnp.einsum(
-        "bnr,br->bn",
-        gathered,
-        feature,
-        precision=layers.precision(feature.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return layers.einsum("bnr,br->bn", gathered, feature)

@@ -136,6 +136,19 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def target_table(name: str, target: Target, target_params: PyTree) -> jax.Array:
+    """The target's EMBED or HEAD table [V, D]."""
+    if isinstance(target_params, DecoderParams):
+        table = target_params.head if name == HEAD else None
+        table = target_params.embed if table is None else table
+        return table[: target.config.vocab_size]
+    if name == EMBED:
+        ids = jnp.arange(target.config.vocab_size, dtype=jnp.int32)
+        return target.embed(target_params, ids)
+    # Another target's head is only known as a linear function: apply it to the basis.
+    return target.unembed(target_params, jnp.eye(target.config.width)).T
+
+
 def _expected(
     config: DrafterConfig, tensors: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[int, ...]]:
@@ -214,20 +227,8 @@ def _drop_target_tables(
     """Removes the tables that equal the target's, bit for bit."""
     for name in (EMBED, HEAD):
         if name in tensors:
-            theirs = _target_table(name, target, target_params)
+            theirs = target_table(name, target, target_params)
             # float32 holds every value of the narrower dtypes.
             ours = tensors[name].astype(np.float32)
             if np.array_equal(ours, np.asarray(theirs).astype(np.float32)):
                 del tensors[name]
-
-
-def _target_table(name: str, target: Target, target_params: PyTree) -> jax.Array:
-    if isinstance(target_params, DecoderParams):
-        table = target_params.head if name == HEAD else None
-        table = target_params.embed if table is None else table
-        return table[: target.config.vocab_size]
-    if name == EMBED:
-        ids = jnp.arange(target.config.vocab_size, dtype=jnp.int32)
-        return target.embed(target_params, ids)
-    # Another target's head is only known as a linear function: apply it to the basis.
-    return target.unembed(target_params, jnp.eye(target.config.width)).T

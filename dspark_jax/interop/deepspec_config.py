@@ -218,7 +218,12 @@ def config_json(
 
 
 def _check_supported(values: Mapping[str, Any], where: str) -> None:
-    for architecture in values.get("architectures") or ():
+    architectures = values.get("architectures")
+    if not isinstance(architectures, list | None):
+        raise ValueError(
+            f"{where}: architectures must be a list, got {architectures!r}"
+        )
+    for architecture in architectures or ():
         if architecture not in ARCHITECTURES:
             raise ValueError(
                 f"{where}: architectures must be one of {ARCHITECTURES}, got "

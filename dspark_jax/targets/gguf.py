@@ -18,6 +18,7 @@ import numpy as np
 MAX_ENTRIES = 65_536  # metadata keys, and tensors
 MAX_STRING = 1 << 24  # bytes of one string
 MAX_ARRAY = 1 << 24  # items of one metadata array
+MAX_ALIGNMENT = 1 << 16
 _SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -32,6 +33,7 @@ _SCALARS = {
     12: "<f8",
 }
 _STRING, _ARRAY = 8, 9
+_ALIGNMENT = 64
 # Tensor types: name, values of a block, bytes of a block.
 _TYPES = {
     0: ("F32", 1, 4),
@@ -86,10 +88,11 @@ def read(path: str | os.PathLike) -> GgufFile:
             raise ValueError(f"{path}: metadata key {key!r} occurs twice")
         metadata[key] = _value(cursor, key)
     alignment = metadata.get("general.alignment", 32)
-    if type(alignment) is not int or alignment not in (8, 16, 32, 64, 128, 256, 4096):
+    is_known = type(alignment) is int and 8 <= alignment <= MAX_ALIGNMENT
+    if not is_known or alignment & (alignment - 1):
         raise ValueError(
-            f"{path}: general.alignment must be a power of two from 8, got "
-            f"{alignment!r}"
+            f"{path}: general.alignment must be a power of two in 8..{MAX_ALIGNMENT}, "
+            f"got {alignment!r}"
         )
     entries = [_tensor_entry(cursor) for _ in range(num_tensors)]
     begin = -(-cursor.offset // alignment) * alignment
@@ -111,12 +114,20 @@ def tensor(file: GgufFile, name: str) -> np.ndarray:
         file.path, np.uint8, mode="r", offset=info.start, shape=(info.num_bytes,)
     )
     with np.errstate(invalid="ignore"):  # Found out below.
-        values = _dequantise(info.kind, np.asarray(raw)).reshape(info.shape)
-    if not np.isfinite(values).all():
+        values, decisive = _dequantise(info.kind, np.asarray(raw))
+    if not np.isfinite(decisive).all():
         raise ValueError(
             f"{file.path}: tensor {name!r} holds values that are not finite"
         )
-    return values
+    return values.reshape(info.shape)
+
+
+def empty(shape: tuple[int, ...]) -> np.ndarray:
+    """A new float32 array, aligned such that JAX takes it over on a CPU, uncopied."""
+    num_bytes = math.prod(shape) * 4
+    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + num_bytes].view(np.float32).reshape(shape)
 
 
 class _Cursor:
@@ -220,29 +231,36 @@ def _place(
     return tensors
 
 
-def _dequantise(kind: str, raw: np.ndarray) -> np.ndarray:
-    if kind == "F32":
-        return raw.view("<f4").astype(np.float32)
-    if kind == "F16":
-        return raw.view("<f2").astype(np.float32)
-    if kind == "BF16":
-        return (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    block_bytes = next(b for name, _, b in _TYPES.values() if name == kind)
+def _dequantise(kind: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The values, and numbers that are finite if and only if all values are.
+
+    (A block's values are at most 127 float16 scales and a float16 minimum: finite in
+    float32 if these are.)
+    """
+    block_values, block_bytes = next(
+        (v, b) for name, v, b in _TYPES.values() if name == kind
+    )
+    values = empty((len(raw) // block_bytes, block_values))
+    if block_values == 1:
+        if kind == "BF16":
+            raw = (raw.view("<u2").astype(np.uint32) << 16).view(np.uint8)
+        values[:, 0] = raw.view("<f2" if kind == "F16" else "<f4")
+        return values, values
     blocks = raw.reshape(-1, block_bytes)
     scale = blocks[:, :2].copy().view("<f2").astype(np.float32)  # [blocks, 1]
     if kind == "Q8_0":
-        return scale * blocks[:, 2:].view(np.int8)
-    # Each value is written once: fresh memory costs more than the arithmetic.
-    values = np.empty((len(blocks), 32), np.float32)
+        np.multiply(blocks[:, 2:].view(np.int8), scale, out=values)
+        return values, scale
     if kind == "Q4_0":
         packed = blocks[:, 2:]
         # The low halves are a block's first 16 values.
         np.subtract(packed & 15, np.float32(8), out=values[:, :16])
         np.subtract(packed >> 4, np.float32(8), out=values[:, 16:])
         values *= scale
-        return values
+        return values, scale
     packed = blocks[:, 4:]
     np.multiply(packed & 15, scale, out=values[:, :16])
     np.multiply(packed >> 4, scale, out=values[:, 16:])
-    values += blocks[:, 2:4].copy().view("<f2").astype(np.float32)
-    return values
+    minimum = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
+    values += minimum
+    return values, np.stack([scale, minimum])

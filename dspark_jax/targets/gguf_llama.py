@@ -63,7 +63,7 @@ def decoder_config(file: GgufFile) -> DecoderConfig:
                 f"{file.path}: llama.{key} must be the head width {head_width}, got "
                 f"{_integer(file, key)}"
             )
-    vocab_size = len(_tokens(file))
+    vocab_size = len(tokens(file))
     if _integer(file, "vocab_size", vocab_size) != vocab_size:
         raise ValueError(
             f"{file.path}: llama.vocab_size must be the number of tokens {vocab_size}, "
@@ -118,15 +118,53 @@ def hf_tensors(file: GgufFile, config: DecoderConfig) -> dict[str, np.ndarray]:
 
 
 def stop_tokens(file: GgufFile) -> tuple[int, ...]:
-    """The file's eos id, then the control tokens that end a turn."""
-    tokens = _tokens(file)
-    kinds = file.metadata.get("tokenizer.ggml.token_type", [])
+    """The file's eos id, then the control tokens that end a turn.
+
+    Raises:
+      ValueError: the tokens, their types or the id are missing or of another type.
+    """
+    words = tokens(file)
+    found = []
     eos = file.metadata.get("tokenizer.ggml.eos_token_id")
-    found = [] if eos is None else [eos]
-    for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+    if eos is not None:
+        if type(eos) is not int or not 0 <= eos < len(words):
+            raise ValueError(
+                f"{file.path}: tokenizer.ggml.eos_token_id must be an integer in "
+                f"0..{len(words) - 1}, got {eos!r}"
+            )
+        found.append(eos)
+    if "tokenizer.ggml.token_type" not in file.metadata:
+        return tuple(found)
+    for index, (token, kind) in enumerate(zip(words, token_types(file), strict=True)):
         if kind == CONTROL and token in END_OF_TURN:
             found.append(index)
     return tuple(dict.fromkeys(found))
+
+
+def tokens(file: GgufFile) -> list[str]:
+    """The text of every token."""
+    found = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(found, list) or not found:
+        raise ValueError(f"{file.path}: missing metadata 'tokenizer.ggml.tokens'")
+    if type(found[0]) is not str:  # GGUF's arrays hold one type.
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.tokens must hold texts, got {found[0]!r}"
+        )
+    return found
+
+
+def token_types(file: GgufFile) -> list[int]:
+    """The type of every token (see CONTROL)."""
+    found = file.metadata.get("tokenizer.ggml.token_type")
+    count = len(tokens(file))
+    rule = f"tokenizer.ggml.token_type must hold {count} integers, one a token"
+    if not isinstance(found, list):
+        raise ValueError(f"{file.path}: {rule}, got {found!r}")
+    if len(found) != count:
+        raise ValueError(f"{file.path}: {rule}, got {len(found)}")
+    if type(found[0]) is not int:
+        raise ValueError(f"{file.path}: {rule}, got {found[0]!r}")
+    return found
 
 
 def _unpermute(file: GgufFile, name: str, values: np.ndarray, heads: int) -> np.ndarray:
@@ -138,7 +176,9 @@ def _unpermute(file: GgufFile, name: str, values: np.ndarray, heads: int) -> np.
         )
     rows, width = values.shape
     split = values.reshape(heads, rows // heads // 2, 2, width)
-    return split.swapaxes(1, 2).reshape(rows, width)
+    ordered = gguf.empty((heads, 2, rows // heads // 2, width))
+    ordered[:] = split.swapaxes(1, 2)
+    return ordered.reshape(rows, width)
 
 
 def _rope(file: GgufFile) -> RopeConfig:
@@ -152,13 +192,6 @@ def _rope(file: GgufFile) -> RopeConfig:
     raise ValueError(
         f"{file.path}: llama.rope.scaling.type must be 'none' or 'linear', got {kind!r}"
     )
-
-
-def _tokens(file: GgufFile) -> list[str]:
-    tokens = file.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise ValueError(f"{file.path}: missing metadata 'tokenizer.ggml.tokens'")
-    return tokens
 
 
 def _integer(file: GgufFile, name: str, default: int | None = None) -> int:

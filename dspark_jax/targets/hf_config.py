@@ -14,6 +14,7 @@ from dspark_jax import tensor_files
 from dspark_jax.config import DTYPES, BlockConfig, DecoderConfig, RopeConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+GENERATION_FILE = "generation_config.json"
 # The values at which a field changes nothing; a field that is absent changes nothing.
 _OFF: tuple[Any, ...] = (None, False, 0, [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -137,10 +138,14 @@ def block_config(
 
 def rope_config(values: Mapping[str, Any], *, where: str = "config.json") -> RopeConfig:
     """Rotary embedding from `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    rope = values.get(name) or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"{where}: {name} must be an object, got {rope!r}")
+    name: str = "rope_scaling"
+    rope: Mapping[str, Any] = {}
+    for candidate in ("rope_scaling", "rope_parameters"):
+        found = values.get(candidate)
+        if not isinstance(found, Mapping | None):
+            raise ValueError(f"{where}: {candidate} must be an object, got {found!r}")
+        if found:
+            name, rope = candidate, found
     inner, outer = rope.get("rope_theta"), values.get("rope_theta")
     if inner is not None and outer is not None and inner != outer:
         raise ValueError(
@@ -148,7 +153,7 @@ def rope_config(values: Mapping[str, Any], *, where: str = "config.json") -> Rop
             f"{inner} and {outer}"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         raise ValueError(
             f"{where}: rope_type must be one of {tuple(_ROPE_KEYS)}, got {kind!r}"
         )
@@ -187,14 +192,15 @@ def stop_tokens(
     where: str = "config.json",
 ) -> tuple[int, ...]:
     """`eos_token_id` (an id, a list or null), the generation config's if it has one."""
-    for source in (generation or {}, values):
+    of_generation = str(pathlib.Path(where).with_name(GENERATION_FILE))
+    for file, source in ((of_generation, generation or {}), (where, values)):
         found = source.get("eos_token_id")
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
         if not all(type(i) is int for i in ids):
             raise ValueError(
-                f"{where}: eos_token_id must be an integer or a list of integers, got "
+                f"{file}: eos_token_id must be an integer or a list of integers, got "
                 f"{found!r}"
             )
         return tuple(dict.fromkeys(ids))
@@ -203,7 +209,8 @@ def stop_tokens(
 
 def stored_dtype(values: Mapping[str, Any], *, where: str = "config.json") -> str:
     """`dtype`, else `torch_dtype`, else float32."""
-    name = values.get("dtype") or values.get("torch_dtype") or "float32"
+    found = (values.get("dtype"), values.get("torch_dtype"), "float32")
+    name = next(one for one in found if one is not None)
     if name not in DTYPES:
         raise ValueError(f"{where}: dtype must be one of {DTYPES}, got {name!r}")
     return name
@@ -211,7 +218,7 @@ def stored_dtype(values: Mapping[str, Any], *, where: str = "config.json") -> st
 
 def read_generation_config(folder: pathlib.Path) -> dict[str, Any] | None:
     """`generation_config.json` of a folder, None when it has none."""
-    path = folder / "generation_config.json"
+    path = folder / GENERATION_FILE
     return tensor_files.read_json(path) if path.is_file() else None
 
 
@@ -233,7 +240,10 @@ def check_supported(values: Mapping[str, Any], *, where: str = "config.json") ->
         raise ValueError(
             f"{where}: sliding_window = {window!r} is in use and not supported"
         )
-    for kind in values.get("layer_types") or ():
+    kinds = values.get("layer_types")
+    if not isinstance(kinds, list | tuple | None):
+        raise ValueError(f"{where}: layer_types must be a list, got {kinds!r}")
+    for kind in kinds or ():
         if kind != "full_attention":
             raise ValueError(
                 f"{where}: layer_types must be 'full_attention', got {kind!r}"

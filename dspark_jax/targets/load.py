@@ -9,7 +9,6 @@ float32 copy of one model have the same.
 import dataclasses
 import hashlib
 import os
-import pathlib
 from collections.abc import Mapping
 
 import jax
@@ -18,7 +17,7 @@ import numpy as np
 
 from dspark_jax import layers, tensor_files
 from dspark_jax.config import BlockConfig, DecoderConfig
-from dspark_jax.targets import decoder, fetch, gguf, gguf_llama, hf_config
+from dspark_jax.targets import decoder, fetch, files
 from dspark_jax.types import Target
 
 # Our field and its Hugging Face name.
@@ -65,11 +64,16 @@ def load_target(
       ValueError: a damaged file, tensors that do not fit, or an unsupported field.
       FileNotFoundError: no such source.
     """
-    path = fetch.locate(source)
-    if path.is_dir():
-        config, tensors = _read_folder(path, param_dtype, compute_dtype)
-    else:
-        config, tensors = _read_gguf(path, param_dtype, compute_dtype)
+    return from_host(files.read(fetch.locate(source), param_dtype, compute_dtype))
+
+
+def from_host(host: files.HostTarget) -> tuple[Target, decoder.DecoderParams]:
+    """The target of files that were read; its parameters on the default device.
+
+    Raises:
+      ValueError: tensors that do not fit the configuration.
+    """
+    path, config, tensors = host
     tensor_files.check_num_layers(config.num_layers, tensors, path)
     tensor_files.check_tensors(tensors, expected_shapes(config), path)
     config = dataclasses.replace(
@@ -86,10 +90,10 @@ def load_config(source: str | os.PathLike) -> DecoderConfig:
     """
     path = fetch.locate(source)
     if path.is_dir():
-        config = _folder_config(path, None, None)
+        config = files.folder_config(path, None, None)
         norm = tensor_files.read_tensor(path, "model.norm.weight")
     else:
-        config, tensors = _read_gguf(path, None, None)
+        _, config, tensors = files.read(path, None, None)
         norm = tensors["model.norm.weight"]
     return dataclasses.replace(config, fingerprint=fingerprint(config, norm))
 
@@ -154,52 +158,6 @@ def to_device(array: np.ndarray, dtype: np.dtype) -> jax.Array:
     """The array on the default device; converted and laid out on the host, once."""
     converted = np.ascontiguousarray(array.astype(dtype, copy=False))
     return jax.device_put(converted.reshape(array.shape))
-
-
-def _folder_config(
-    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
-) -> DecoderConfig:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{folder} has no config.json")
-    return hf_config.decoder_config(
-        tensor_files.read_json(path),
-        where=str(path),
-        generation=hf_config.read_generation_config(folder),
-        param_dtype=param_dtype,
-        compute_dtype=compute_dtype,
-    )
-
-
-def _read_folder(
-    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
-) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
-    config = _folder_config(folder, param_dtype, compute_dtype)
-    tensors = tensor_files.read_folder(folder)
-    # Buffers of old checkpoints, recomputed from the configuration.
-    tensors = {k: v for k, v in tensors.items() if not k.endswith(".inv_freq")}
-    head = tensors.get("lm_head.weight")
-    if config.tied_embeddings and head is not None:
-        embed = tensors.get("model.embed_tokens.weight")
-        if embed is None or not np.array_equal(head, embed):
-            raise ValueError(
-                f"{folder}: lm_head.weight must equal model.embed_tokens.weight when "
-                "tie_word_embeddings is true"
-            )
-        del tensors["lm_head.weight"]
-    return config, tensors
-
-
-def _read_gguf(
-    path: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
-) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
-    file = gguf.read(path)
-    config = gguf_llama.decoder_config(file)
-    param_dtype = param_dtype or "float32"
-    config = dataclasses.replace(
-        config, param_dtype=param_dtype, compute_dtype=compute_dtype or param_dtype
-    )
-    return config, gguf_llama.hf_tensors(file, config)
 
 
 def _params(

@@ -218,10 +218,18 @@ def load_tokenizer(source: str | os.PathLike) -> Tokenizer:
     path = fetch.locate(source)
     if path.is_dir():
         return _from_folder(path)
-    file = gguf.read(path)
-    backend = _gguf_backend(file)
-    template = file.metadata.get("tokenizer.chat_template")
-    return _make(backend, template, gguf_llama.stop_tokens(file))
+    return from_gguf(gguf.read(path))
+
+
+def from_gguf(file: gguf.GgufFile) -> Tokenizer:
+    """The tokenizer of a GGUF file whose header was read."""
+    backend, literal = _gguf_backends(file)
+    template = _text(
+        file.metadata.get("tokenizer.chat_template"),
+        f"{file.path}: tokenizer.chat_template",
+    )
+    stop_tokens = gguf_llama.stop_tokens(file)
+    return Tokenizer(stop_tokens, chat_format(template), backend, literal)
 
 
 def chat_format(template: str | None) -> ChatFormat | None:
@@ -239,22 +247,18 @@ def chat_format(template: str | None) -> ChatFormat | None:
     )
 
 
-def _make(
-    backend: tokenizers.Tokenizer, template: str | None, stop_tokens: tuple[int, ...]
-) -> Tokenizer:
-    literal = tokenizers.Tokenizer.from_str(backend.to_str())
-    literal.encode_special_tokens = True
-    return Tokenizer(stop_tokens, chat_format(template), backend, literal)
-
-
 def _from_folder(folder: pathlib.Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no tokenizer.json")
-    # The package's own errors are bare Exceptions: ask for what it asks for first.
     if "model" not in tensor_files.read_json(path):
         raise ValueError(f"{path} is not a tokenizer: it lacks 'model'")
-    backend = tokenizers.Tokenizer.from_file(str(path))
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        if type(error) is not Exception:  # The package's own errors are bare ones.
+            raise
+        raise ValueError(f"{path} is not a valid tokenizer: {error}") from error
     settings = _optional(folder / "tokenizer_config.json")
     stop_tokens = hf_config.stop_tokens(
         _optional(folder / "config.json"),
@@ -263,31 +267,54 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     )
     eos = settings.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
+    eos = _text(eos, f"{folder / 'tokenizer_config.json'}: eos_token")
     if not stop_tokens and eos is not None:
         index = backend.token_to_id(eos)
         if index is None:
             raise ValueError(f"{folder}: eos_token {eos!r} is not a token")
         stop_tokens = (index,)
-    return _make(backend, _template(folder, settings), stop_tokens)
+    literal = tokenizers.Tokenizer.from_str(backend.to_str())
+    literal.encode_special_tokens = True
+    template = _template(folder, settings)
+    return Tokenizer(stop_tokens, chat_format(template), backend, literal)
 
 
 def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not valid UTF-8: {error}") from error
+    where = f"{folder / 'tokenizer_config.json'}: chat_template"
     template = settings.get("chat_template")
     if isinstance(template, list):  # Several named ones, in older files.
-        named = {t.get("name"): t.get("template") for t in template}
-        template = named.get("default")
-    return template
+        for one in template:
+            if not isinstance(one, dict):
+                raise ValueError(f"{where} must hold objects, got {one!r}")
+        default = [one for one in template if one.get("name") == "default"]
+        template = default[-1].get("template") if default else None
+    return _text(template, where)
+
+
+def _text(value: Any, where: str) -> str | None:
+    """A text or nothing."""
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError(f"{where} must be text, got {value!r}")
 
 
 def _optional(path: pathlib.Path) -> dict[str, Any]:
     return tensor_files.read_json(path) if path.is_file() else {}
 
 
-def _gguf_backend(file: gguf.GgufFile) -> tokenizers.Tokenizer:
-    """BPE as llama.cpp builds it for `pre` "smollm": single digits, then bytes."""
+def _gguf_backends(
+    file: gguf.GgufFile,
+) -> tuple[tokenizers.Tokenizer, tokenizers.Tokenizer]:
+    """BPE as llama.cpp builds it for `pre` "smollm": single digits, then bytes.
+
+    The second one shares the first one's tables and knows no control tokens.
+    """
     model = file.metadata.get("tokenizer.ggml.model")
     pre = file.metadata.get("tokenizer.ggml.pre")
     if (model, pre) != ("gpt2", "smollm"):
@@ -295,30 +322,34 @@ def _gguf_backend(file: gguf.GgufFile) -> tokenizers.Tokenizer:
             f"{file.path}: tokenizer.ggml.model and .pre must be 'gpt2' and 'smollm', "
             f"got {model!r} and {pre!r}"
         )
-    tokens = file.metadata["tokenizer.ggml.tokens"]
-    kinds = file.metadata.get("tokenizer.ggml.token_type")
+    tokens, kinds = gguf_llama.tokens(file), gguf_llama.token_types(file)
     merges = file.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list) or not isinstance(kinds, list):
-        raise ValueError(f"{file.path}: the tokenizer lacks its merges or token types")
+    if not isinstance(merges, list) or any(type(merge) is not str for merge in merges):
+        raise ValueError(
+            f"{file.path}: tokenizer.ggml.merges must be a list of texts, got "
+            f"{_shortened(merges)}"
+        )
     pairs = [tuple(merge.split(" ")) for merge in merges]
     vocab = {token: index for index, token in enumerate(tokens)}
-    if len(vocab) != len(tokens) or len(kinds) != len(tokens):
-        raise ValueError(f"{file.path}: tokens must be distinct, with one type each")
+    if len(vocab) != len(tokens):
+        raise ValueError(f"{file.path}: tokenizer.ggml.tokens must be distinct")
     for pair in pairs:
         if len(pair) != 2 or any(t not in vocab for t in (*pair, "".join(pair))):
             raise ValueError(
                 f"{file.path}: merges must be pairs of tokens that make a token, got "
                 f"{' '.join(pair)!r}"
             )
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, pairs))
+    model = tokenizers.models.BPE(vocab, pairs)
     steps = tokenizers.pre_tokenizers
-    backend.pre_tokenizer = steps.Sequence(
-        [
-            steps.Digits(individual_digits=True),
-            steps.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend, literal = tokenizers.Tokenizer(model), tokenizers.Tokenizer(model)
+    for one in (backend, literal):
+        one.pre_tokenizer = steps.Sequence(
+            [
+                steps.Digits(individual_digits=True),
+                steps.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+        one.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(
         [
             tokenizers.AddedToken(token, special=True, normalized=False)
@@ -326,7 +357,12 @@ def _gguf_backend(file: gguf.GgufFile) -> tokenizers.Tokenizer:
             if kind == gguf_llama.CONTROL
         ]
     )
-    return backend
+    return backend, literal
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _thoughts(content: str, *, is_last: bool) -> str:

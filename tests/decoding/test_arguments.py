@@ -10,6 +10,7 @@ import pytest
 
 import dspark_jax
 from dspark_jax import sampling
+from dspark_jax.decoding import arguments
 from dspark_jax.drafters import dspark
 
 TOKENS = jnp.asarray([[3, 1, 4, 1, 5]], jnp.int32)
@@ -111,6 +112,27 @@ def test_the_law_sums_to_one_at_a_small_temperature():
     exact = np.asarray(logits, np.float64) / np.float64(temperature)
     exact = np.exp(exact - exact.max())
     np.testing.assert_allclose(found, exact / exact.sum(), atol=1e-6)
+
+
+def test_numbers_may_be_of_16_bits(models):
+    half = jnp.bfloat16(0.5)
+    settings = sampling.check_sampling(
+        dspark_jax.Sampling(temperature=half, top_p=jnp.asarray([half, half])), 2
+    )
+    assert settings.temperature.dtype == settings.top_p.dtype == jnp.float32
+    np.testing.assert_array_equal(settings.temperature, [0.5, 0.5])
+    threshold = arguments.make_threshold(half, models.drafter, 1)
+    np.testing.assert_array_equal(threshold, [0.5])
+    temperatures = arguments.make_temperatures(jnp.asarray([half] * 3), 3)
+    np.testing.assert_array_equal(temperatures, [0.5] * 3)
+
+
+@pytest.mark.parametrize("value", [True, "0.5", 1j])
+def test_what_is_no_number_is_refused(models, value):
+    with pytest.raises(TypeError, match=r"`sampling\.temperature` must hold numbers"):
+        sampling.check_sampling(dspark_jax.Sampling(temperature=value), 2)
+    with pytest.raises(ValueError, match="`confidence_threshold` must lie in"):
+        arguments.make_threshold(value, models.drafter, 1)
 
 
 def test_a_settings_object_is_a_pytree_of_numbers():

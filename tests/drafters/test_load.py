@@ -52,7 +52,7 @@ def test_a_folder_loads_for_its_target(target_and_params, folder):
     [
         (
             {"target_fingerprint": "0" * 16},
-            "another target: fingerprint 0{16}, the tar",
+            "another target: its fingerprint is 0{16}, the tar",
         ),
         ({"num_target_layers": 5}, "its num_target_layers is 5, the target's is 4"),
     ],

@@ -150,6 +150,26 @@ def test_names_that_occur_twice(path, gguf_writer):
         gguf.read(path)
 
 
+@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+@pytest.mark.parametrize("bits", [0x7C00, 0xFC00, 0x7E00])  # inf, -inf, NaN
+def test_blocks_that_are_not_finite_are_refused(path, gguf_writer, kind, bits):
+    gguf_writer.build(path, items={"x": (np.ones((2, 32), np.float32), kind)})
+    content = path.read_bytes()
+    start = gguf.read(path).tensors["x"].start
+    places = [start] + [start + 2] * (kind == Q4_1)  # the scale, the minimum
+    for place in places:
+        path.write_bytes(
+            content[:place] + struct.pack("<H", bits) + content[place + 2 :]
+        )
+        with pytest.raises(ValueError, match="'x' holds values that are not finite"):
+            gguf.tensor(gguf.read(path), "x")
+
+
+def test_jax_takes_a_tensor_over_without_a_copy(path, gguf_writer):
+    gguf_writer.build(path, items={"x": (np.ones((7, 32), np.float32), Q8_0)})
+    assert gguf.tensor(gguf.read(path), "x").ctypes.data % 64 == 0
+
+
 @pytest.mark.parametrize("kind", [F32, F16, BF16])
 def test_values_that_are_not_finite_are_refused(path, gguf_writer, kind):
     gguf_writer.build(path, items={"x": (np.asarray([1, math.inf], np.float32), kind)})

@@ -105,9 +105,28 @@ def test_its_tokenizer(path, gguf_writer):
             r"must have shape \(32, 32\), got \(64, 32",
         ),
         ({"tokenizer.ggml.tokens": None}, "missing metadata 'tokenizer.ggml.tokens'"),
-        ({"tokenizer.ggml.eos_token_id": 6}, "stop_tokens must lie in 0..5"),
-        ({"general.alignment": 0}, "general.alignment must be a power of two from 8"),
-        ({"general.alignment": 24}, "general.alignment must be a power of two from 8"),
+        ({"tokenizer.ggml.tokens": [1, 2]}, "ggml.tokens must hold texts, got 1"),
+        (
+            {"tokenizer.ggml.eos_token_id": 6},
+            "model.gguf: tokenizer.ggml.eos_token_id must be an integer in 0..5, got 6",
+        ),
+        (
+            {"tokenizer.ggml.eos_token_id": "</s>"},
+            "eos_token_id must be an integer in 0..5, got '</s>'",
+        ),
+        ({"tokenizer.ggml.eos_token_id": [1]}, r"integer in 0..5, got \[1\]"),
+        (
+            {"tokenizer.ggml.token_type": ["a"] * 6},
+            "model.gguf: tokenizer.ggml.token_type must hold 6 integers, one a token, "
+            "got 'a'",
+        ),
+        ({"tokenizer.ggml.token_type": 3}, "token_type must hold 6 integers.* got 3"),
+        ({"tokenizer.ggml.token_type": [3]}, "token_type must hold 6 integers.* got 1"),
+        ({"general.alignment": 0}, r"alignment must be a power of two in 8..65536, g"),
+        ({"general.alignment": 24}, "alignment must be a power of two in 8.* got 24"),
+        ({"general.alignment": 4}, "alignment must be a power of two in 8.* got 4"),
+        ({"general.alignment": 2**17}, "a power of two in 8.* got 131072"),
+        ({"general.alignment": "32"}, "a power of two in 8..65536, got '32'"),
     ],
 )
 def test_models_that_are_not_supported_are_refused_by_name(
@@ -130,9 +149,30 @@ def test_models_that_are_not_supported_are_refused_by_name(
         ),
         ({"tokenizer.ggml.merges": ["a z"]}, "merges must be pairs of tokens .* 'a z'"),
         ({"tokenizer.ggml.merges": ["ab"]}, "merges must be pairs of tokens .* 'ab'"),
-        ({"tokenizer.ggml.merges": None}, "lacks its merges or token types"),
-        ({"tokenizer.ggml.token_type": [1]}, "tokens must be distinct, with one type"),
-        ({"tokenizer.ggml.tokens": ["a", "a"]}, "tokens must be distinct"),
+        (
+            {"tokenizer.ggml.merges": None},
+            "model.gguf: tokenizer.ggml.merges must be a list of texts, got None",
+        ),
+        ({"tokenizer.ggml.merges": [3]}, r"merges must be a list of texts, got \[3\]"),
+        ({"tokenizer.ggml.merges": list(range(99))}, r"texts, got \[0, .*\.\.\."),
+        ({"tokenizer.ggml.token_type": None}, "must hold 6 integers.* got None"),
+        ({"tokenizer.ggml.token_type": [1]}, "must hold 6 integers.* got 1"),
+        (
+            {"tokenizer.ggml.tokens": ["a"] * 6},
+            "tokenizer.ggml.tokens must be distinct",
+        ),
+        (
+            {"tokenizer.ggml.tokens": [1]},
+            "tokenizer.ggml.tokens must hold texts, got 1",
+        ),
+        (
+            {"tokenizer.chat_template": 3},
+            "model.gguf: tokenizer.chat_template must be text, got 3",
+        ),
+        (
+            {"tokenizer.ggml.eos_token_id": "a"},
+            "eos_token_id must be an integer in 0..5, got 'a'",
+        ),
     ],
 )
 def test_tokenizers_that_are_not_supported_are_refused(

@@ -211,6 +211,33 @@ def test_unused_fields_and_neutral_values_are_accepted():
             {**BASE, "layer_types": ["full_attention", "sliding_attention"]},
             "layer_types must be 'full_attention', got 'sliding_attention'",
         ),
+        ({**BASE, "layer_types": 2}, "here: layer_types must be a list, got 2"),
+        ({**BASE, "layer_types": "full_attention"}, "must be a list, got 'full_att"),
+        ({**BASE, "layer_types": [[]]}, r"must be 'full_attention', got \[\]"),
+        (
+            {**BASE, "model_type": ["qwen3"]},
+            r"model_type must be one of .* \['qwen3'\]",
+        ),
+        ({**BASE, "dtype": 0}, "here: dtype must be one of .* got 0"),
+        ({**BASE, "dtype": ["float32"]}, r"dtype must be one of .* got \['float32'\]"),
+        ({**BASE, "hidden_act": ["silu"]}, "hidden_act = .'silu'. is not supported"),
+        (
+            {**without("rope_parameters"), "rope_scaling": "linear"},
+            "here: rope_scaling must be an object, got 'linear'",
+        ),
+        ({**BASE, "rope_parameters": []}, r"rope_parameters must be an object, got \["),
+        (
+            {**BASE, "rope_parameters": {"rope_type": ["linear"]}},
+            r"here: rope_type must be one of .* got \['linear'\]",
+        ),
+        (
+            {**BASE, "rope_parameters": {"rope_type": None}},
+            "here: rope_type must be one of .* got None",
+        ),
+        (
+            {**without("rope_theta"), "rope_parameters": {"rope_theta": "1e4"}},
+            "here: rope_theta must be a positive number, got '1e4'",
+        ),
         (
             {**BASE, "model_type": "qwen2", "attention_bias": False},
             "attention_bias must be true for qwen2, got False",

@@ -203,14 +203,75 @@ def test_templates_in_tokenizer_config(folder):
             ValueError,
             "eos_token 'nope' is not a token",
         ),
+        (
+            "tokenizer.json",
+            '{"model": {"type": "BPE", "vocab": 3}}',
+            ValueError,
+            r"tokenizer\.json is not a valid tokenizer: ",
+        ),
+        (
+            "tokenizer.json",
+            '{"model": []}',
+            ValueError,
+            r"tokenizer\.json is not a valid tokenizer: ",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": 3}',
+            ValueError,
+            r"tokenizer_config\.json: eos_token must be text, got 3",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": {"content": []}}',
+            ValueError,
+            r"tokenizer_config\.json: eos_token must be text, got \[\]",
+        ),
+        (
+            "config.json",
+            '{"eos_token_id": "2"}',
+            ValueError,
+            r"config\.json: eos_token_id must be an integer or a list of .* got '2'",
+        ),
+        (
+            "generation_config.json",
+            '{"eos_token_id": [2, null]}',
+            ValueError,
+            r"/generation_config\.json: eos_token_id must be .* got \[2, None\]",
+        ),
+        (
+            "chat_template.jinja",
+            b"\xff",
+            ValueError,
+            r"chat_template\.jinja is not valid UTF-8: ",
+        ),
     ],
 )
 def test_bad_folders_are_refused(folder, name, content, error, message):
     if content is None:
         (folder / name).unlink()
+    elif isinstance(content, bytes):
+        (folder / name).write_bytes(content)
     else:
         (folder / name).write_text(content)
     with pytest.raises(error, match=message):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (3, "tokenizer_config.json: chat_template must be text, got 3"),
+        ({"default": ""}, "chat_template must be text, got {'default': ''}"),
+        (["default"], "chat_template must hold objects, got 'default'"),
+        ([{"name": "default", "template": 3}], "chat_template must be text, got 3"),
+    ],
+)
+def test_templates_of_another_type_are_refused(folder, template, message):
+    (folder / "chat_template.jinja").unlink()
+    settings = json.dumps({"chat_template": template})
+    (folder / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(ValueError, match=message):
         load_tokenizer(folder)
 
 
