@@ -111,8 +111,9 @@ def measure(options, config: DecoderConfig, rows: int, attention: str, peak: flo
     )
     target = decoder.make_target(config)
     key = jax.random.key(options.seed)
-    target_params = jax.jit(functools.partial(decoder.init, config=config))(key)
-    params = jax.jit(lambda key: step.init_params(key, drafter))(key)
+    # Not jitted: one small program a shape instead of one a matrix.
+    target_params = decoder.init(key, config)
+    params = step.init_params(key, drafter)
     state = step.init_state((params,), train)
     tokens = jax.random.randint(key, (rows, options.length), 0, config.vocab_size)
     batch = target_states.Batch(

@@ -168,7 +168,8 @@ def write_batches(
 ) -> Iterator[tuple[Rows, list[str]]]:
     """Batches from number `start` on, without end, with the domain of every row.
 
-    The next prefixes are made while the device writes; rows are handed out unfinished.
+    The device writes the next batch while the caller looks at one; the next prefixes
+    are made meanwhile too. A caller that stops leaves one batch unused.
     """
     chat = chat_tokens(tokenizer)
     shared = jnp.asarray(chat.shared, jnp.int32)
@@ -177,13 +178,14 @@ def write_batches(
         rng = np.random.default_rng([seed, index])
         return make_prefixes(rng, tokenizer, chat, batch, max_prefix, draw)
 
-    prefixes, domains = begin(start)
+    written: tuple[Rows, list[str]] | None = None
     for index in itertools.count(start):
+        prefixes, domains = begin(index)
         key = jax.random.fold_in(jax.random.key(seed), index)
-        rows = write_rows(key, shared, prefixes)
-        following = begin(index + 1)
-        yield rows, domains
-        prefixes, domains = following
+        rows = write_rows(key, shared, prefixes)  # returns before it is done
+        if written is not None:
+            yield written
+        written = rows, domains
 
 
 def data_config(tokenizer: ChatTokenizer, **settings: Any) -> DataConfig:

@@ -99,8 +99,8 @@ class Trainer:
         Raises:
           ValueError: a folder to start from that does not fit (`warm_start.load`).
         """
-        make = jax.jit(self._init, out_shardings=self.placement.state)
-        state = make(self.target_params)
+        # Not jitted: one program that draws every matrix compiles for minutes on a GPU.
+        state = jax.device_put(self._init(self.target_params), self.placement.state)
         params = list(state.params)
         for index, spec in enumerate(self.config.drafters):
             if spec.init_from is not None:
