@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from dspark_jax.targets import fetch
     from dspark_jax.targets import tokenizer as tokenizer_lib
-    from dspark_jax.training import loop
+    from dspark_jax.training import loop, session
     from dspark_jax.training import run as run_lib
     from dspark_jax.training.progress import Progress
     from dspark_jax.training.stopping import Stop
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
                 folder, target, target_params, tokenizer, progress=progress, stop=stop
             )
         if prepared is None:
-            result = run_lib.stopped(stop)
+            result = session.stopped(stop)
         else:
             try:
                 result = run_lib.train(prepared, progress=progress, stop=stop)
