@@ -25,10 +25,12 @@ if typing.TYPE_CHECKING:
     from dspark_jax.config import DecoderConfig, DrafterConfig, Speculation
     from dspark_jax.decoding.generate import (
         autoregressive_generate,
+        speculative_generate,
+    )
+    from dspark_jax.decoding.stepwise import (
         autoregressive_steps,
         extend,
         prefill,
-        speculative_generate,
         speculative_round,
         speculative_rounds,
     )
@@ -86,12 +88,11 @@ _MODULES = ("testing", "training")
 
 _HOMES = {  # the same as the imports above
     "config": ("DecoderConfig", "DrafterConfig", "Speculation"),
-    "decoding.generate": (
-        "autoregressive_generate",
+    "decoding.generate": ("autoregressive_generate", "speculative_generate"),
+    "decoding.stepwise": (
         "autoregressive_steps",
         "extend",
         "prefill",
-        "speculative_generate",
         "speculative_round",
         "speculative_rounds",
     ),

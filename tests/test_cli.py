@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -196,6 +197,23 @@ def test_compare(capsys, options, extra, is_expected):
     words = "the words are equal" if is_expected else "as they may: rule 'token'"
     for part in ("speculative", "plain", "times the speed", "accepted length", words):
         assert part in out
+
+
+def test_a_comparison_times_the_first_token_of_a_user_without_it(
+    capsys, options, monkeypatch
+):
+    warm_up, ended = session.Session.warm_up, []
+
+    def watched(*arguments):
+        turn = warm_up(*arguments)
+        ended.append(time.perf_counter())
+        return turn
+
+    monkeypatch.setattr(session.Session, "warm_up", watched)
+    began = time.perf_counter()
+    report = run_json(capsys, *options, "--compare", "--max-new-tokens", 4, "hello")
+    assert 0 < report["prefill_seconds"] < report["first_token_seconds"]
+    assert report["first_token_seconds"] < ended[0] - began
 
 
 def test_the_text_alone_is_on_stdout(capsys, options):

@@ -22,7 +22,8 @@ def describe():
             yield describe_one(name, value)
             continue
         for inner, function in sorted(vars(value).items()):
-            is_ours = getattr(function, "__module__", None) == value.__name__
+            home = getattr(function, "__module__", None) or ""
+            is_ours = f"{home}.".startswith(f"{value.__name__}.")
             if inspect.isfunction(function) and is_ours and inner[0] != "_":
                 yield describe_one(f"{name}.{inner}", function)
 

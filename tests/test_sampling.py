@@ -1,6 +1,7 @@
 """Sampling: rows, probabilities and draws against a sort-based float64 reference."""
 
 import functools
+import re
 
 import hypothesis
 import jax
@@ -244,3 +245,35 @@ def test_check_sampling_broadcasts():
     assert found.top_k.dtype == jnp.int32
     assert found.top_p.dtype == jnp.float32
     assert sampling.check_sampling(Sampling(), 2) == Sampling()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "no_repeat_ngram_size",
+        "logit_bias",
+        "bad_words",
+        "allowed_tokens",
+        "grammar",
+        "regex",
+        "json_schema",
+    ],
+)
+def test_what_sampling_does_not_support_yet(name):
+    message = (
+        f"`sampling.{name}` is not supported yet: Sampling has temperature, top_k, "
+        "top_p and min_p"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Sampling(temperature=1.0, **{name: 1.1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        Sampling(temprature=1.0)
+
+
+def test_sampling_is_still_a_pytree():
+    settings = Sampling(temperature=0.5, top_k=3).replace(top_p=0.9)
+    doubled = jax.tree.map(lambda x: 2 * x, settings)
+    assert doubled == Sampling(temperature=1.0, top_k=6, top_p=1.8)

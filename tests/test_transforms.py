@@ -15,7 +15,6 @@ import pytest
 import dspark_jax
 from dspark_jax import checks, sampling, testing
 from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig
-from dspark_jax.decoding import generate
 from dspark_jax.drafters import dspark
 from dspark_jax.targets import decoder
 
@@ -417,7 +416,7 @@ def test_rounds_update_a_donated_state_in_place(wide):
     )
 
     def stream(state, target_params, drafter_params):
-        return generate.speculative_rounds(
+        return dspark_jax.speculative_rounds(
             state,
             2,
             target=wide.target,

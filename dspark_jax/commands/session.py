@@ -17,7 +17,7 @@ import numpy as np
 
 from dspark_jax import types
 from dspark_jax.config import Speculation
-from dspark_jax.decoding import generate
+from dspark_jax.decoding import stepwise
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import DecodeState, Drafter, PyTree, Target
 
@@ -221,7 +221,7 @@ def _begin(
     config: SessionConfig,
     capacity: int,
 ) -> DecodeState:
-    return generate.prefill(
+    return stepwise.prefill(
         key,
         tokens,
         lengths,
@@ -244,7 +244,7 @@ def _extend(
 ) -> DecodeState:
     # Every turn is counted by itself.
     state = state.replace(stats=jax.tree.map(jax.numpy.zeros_like, state.stats))
-    return generate.extend(
+    return stepwise.extend(
         state,
         tokens,
         lengths,
@@ -262,8 +262,8 @@ def _advance(
     if config.drafter is None:
         for name in ("drafter", "drafter_params", "options"):
             del arguments[name]
-        return generate.autoregressive_steps(state, num_rounds, **arguments)
-    return generate.speculative_rounds(
+        return stepwise.autoregressive_steps(state, num_rounds, **arguments)
+    return stepwise.speculative_rounds(
         state,
         num_rounds,
         confidence_threshold=inputs.confidence_threshold,

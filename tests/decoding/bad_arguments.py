@@ -1,0 +1,437 @@
+"""Bad arguments: a row per public argument, with the message; shared by two files.
+
+A row is (change, error, message); the change is a dict, or makes one of the good
+arguments. The target of these tests raises if anything of it is called.
+"""
+
+import dataclasses
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dspark_jax
+from dspark_jax import testing
+from dspark_jax.sampling import Sampling
+from dspark_jax.types import DecodeState, Stats
+
+VOCAB, MAX_POSITION, BLOCK_SIZE = 19, 16, 3
+
+
+def work(*args, **kwargs):
+    raise AssertionError("work was done before the argument was checked")
+
+
+def keep_a_float(k, confidence, survival):
+    return survival
+
+
+def make_good():
+    """Good arguments, which the rows change."""
+    made = testing.make_tiny_models(
+        vocab_size=VOCAB,
+        block_size=BLOCK_SIZE,
+        target_fields={"max_position": MAX_POSITION, "fingerprint": "mine"},
+    )
+    target = made.target._replace(
+        forward=work, init_cache=work, unembed=work, embed=work
+    )
+    drafter = made.drafter._replace(init_state=work, observe=work, propose=work)
+    return {
+        "key": jax.random.key(0),
+        "tokens": np.full((2, 5), 7, np.int32),
+        "lengths": np.array([5, 3], np.int32),
+        "target": target,
+        "target_params": made.target_params,
+        "drafter": drafter,
+        "drafter_params": made.drafter_params,
+        "max_new_tokens": 4,
+    }
+
+
+def make_state():
+    zeros = jnp.zeros((2,), jnp.int32)
+    slots = jnp.zeros((2, BLOCK_SIZE), jnp.int32)
+    return DecodeState(
+        key=jax.random.split(jax.random.key(0), 2),
+        tokens=jnp.full((2, 12), 7, jnp.int32),
+        lengths=jnp.array([5, 4], jnp.int32),
+        limits=jnp.array([9, 9], jnp.int32),
+        finish=zeros,
+        target_cache=(),
+        drafter_state=(),
+        stats=Stats(zeros, zeros, zeros, zeros, slots, slots, slots),
+        logprobs=None,
+    )
+
+
+def without_confidence(drafter):
+    config = dataclasses.replace(drafter.config, confidence_kind="none")
+    return drafter._replace(config=config)
+
+
+def of(**changes):
+    """A change to the good arguments: the drafter with other configuration fields."""
+
+    def change(good):
+        config = dataclasses.replace(good["drafter"].config, **changes)
+        return {"drafter": good["drafter"]._replace(config=config)}
+
+    return change
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def sampled(**fields):
+    return {"sampling": Sampling(**{"temperature": 1.0, **fields})}
+
+
+VOCABULARY = "0..18 (the vocabulary)"
+BOTH = {  # speculative_generate and autoregressive_generate
+    "key raw": (
+        lambda good: {"key": jax.random.PRNGKey(0)},
+        TypeError,
+        "`key` must be a typed key or typed keys [B] (jax.random.key), got uint32",
+    ),
+    "key a seed": (
+        {"key": 3},
+        TypeError,
+        "`key` must be a typed key or typed keys [B] (jax.random.key), got int",
+    ),
+    "key count": (
+        lambda good: {"key": jax.random.split(jax.random.key(0), 3)},
+        ValueError,
+        "`key` must have shape (B) = (2,), got (3,)",
+    ),
+    "tokens none": ({"tokens": None}, TypeError, "`tokens` must be an array or nested"),
+    "tokens ragged": (
+        {"tokens": [[1, 2], [3]]},
+        TypeError,
+        "`tokens` must be an array or nested lists of equal length, got [[1, 2], [3]]",
+    ),
+    "tokens rank": (
+        {"tokens": ints(1, 2, 3)},
+        ValueError,
+        "`tokens` must have 2 axes (B P), got shape (3,)",
+    ),
+    "tokens dtype": (
+        {"tokens": np.ones((2, 5), np.float32)},
+        TypeError,
+        "`tokens` must hold integers, got float32",
+    ),
+    "tokens bool": (
+        {"tokens": np.ones((2, 5), bool)},
+        TypeError,
+        "`tokens` must hold integers, got bool",
+    ),
+    "tokens no request": (
+        {"tokens": np.zeros((0, 5), np.int32), "lengths": ints()},
+        ValueError,
+        "`tokens` must hold at least one request, got 0",
+    ),
+    "tokens no column": (
+        {"tokens": np.zeros((2, 0), np.int32)},
+        ValueError,
+        "`tokens` must hold at least one token a row, got 0",
+    ),
+    "tokens too large": (
+        {"tokens": np.full((2, 5), VOCAB)},
+        ValueError,
+        f"`tokens` must lie in {VOCABULARY}, got 19",
+    ),
+    "tokens negative": (
+        {"tokens": np.full((2, 5), -100)},
+        ValueError,
+        f"`tokens` must lie in {VOCABULARY}, got -100",
+    ),
+    "tokens of 64 bits": (
+        {"tokens": np.full((2, 5), 2**32 + 1, np.int64)},
+        ValueError,
+        f"`tokens` must lie in {VOCABULARY}, got 4294967297",
+    ),
+    "tokens longer than the target": (
+        {"tokens": np.full((2, MAX_POSITION + 1), 7, np.int32)},
+        ValueError,
+        "`tokens` must not be wider than the target's max_position 16, got 17",
+    ),
+    "lengths empty prompt": (
+        {"lengths": ints(5, 0)},
+        ValueError,
+        "`lengths` must lie in 1..5, got 0",
+    ),
+    "lengths too long": (
+        {"lengths": ints(5, 6)},
+        ValueError,
+        "`lengths` must lie in 1..5, got 6",
+    ),
+    "lengths shape": (
+        {"lengths": ints(5, 3, 1)},
+        ValueError,
+        "`lengths` must have shape (B) = (2,), got (3,)",
+    ),
+    "lengths scalar": (
+        {"lengths": 5},
+        ValueError,
+        "`lengths` must have shape (B) = (2,), got ()",
+    ),
+    "lengths dtype": (
+        {"lengths": np.array([5.0, 3.0])},
+        TypeError,
+        "`lengths` must hold integers, got float",
+    ),
+    "target": ({"target": "gpt"}, TypeError, "`target` must be a Target, got str"),
+    "max_new_tokens negative": (
+        {"max_new_tokens": -1},
+        ValueError,
+        "`max_new_tokens` must be at least 0, got -1",
+    ),
+    "max_new_tokens float": (
+        {"max_new_tokens": 4.0},
+        TypeError,
+        "`max_new_tokens` must be an int, got 4.0",
+    ),
+    "max_new_tokens bool": (
+        {"max_new_tokens": True},
+        TypeError,
+        "`max_new_tokens` must be an int, got True",
+    ),
+    "limits too large": (
+        {"limits": ints(4, 5)},
+        ValueError,
+        "`limits` must lie in 0..max_new_tokens = 0..4, got 5",
+    ),
+    "limits negative": (
+        {"limits": ints(-1, 4)},
+        ValueError,
+        "`limits` must lie in 0..max_new_tokens = 0..4, got -1",
+    ),
+    "limits shape": (
+        {"limits": 4},
+        ValueError,
+        "`limits` must have shape (B) = (2,), got ()",
+    ),
+    "limits dtype": (
+        {"limits": np.array([1.5, np.nan])},
+        TypeError,
+        "`limits` must hold integers, got float",
+    ),
+    "limits without tokens": (
+        {"limits": ints(1, 0), "max_new_tokens": 0},
+        ValueError,
+        "`limits` must lie in 0..max_new_tokens = 0..0, got 1",
+    ),
+    "stop_tokens too large": (
+        {"stop_tokens": (2, VOCAB)},
+        ValueError,
+        f"`stop_tokens` must lie in {VOCABULARY}, or be the padding -1, got 19",
+    ),
+    "stop_tokens negative": (
+        {"stop_tokens": [-2]},
+        ValueError,
+        f"`stop_tokens` must lie in {VOCABULARY}, or be the padding -1, got -2",
+    ),
+    "stop_tokens float": (
+        {"stop_tokens": [1.5]},
+        TypeError,
+        "`stop_tokens` must hold integers, got float",
+    ),
+    "stop_tokens scalar": (
+        {"stop_tokens": 2},
+        ValueError,
+        "`stop_tokens` must have shape (n,) or (B, n) = (2, n), got ()",
+    ),
+    "stop_tokens rows": (
+        {"stop_tokens": [[1], [2], [3]]},
+        ValueError,
+        "`stop_tokens` must have shape (n,) or (B, n) = (2, n), got (3, 1)",
+    ),
+    "stop_tokens a set": ({"stop_tokens": {2}}, TypeError, "`stop_tokens` must be an"),
+    "num_samples": (
+        {"num_samples": 0},
+        ValueError,
+        "`num_samples` must be at least 1, got 0",
+    ),
+    "num_samples float": (
+        {"num_samples": 2.0},
+        TypeError,
+        "`num_samples` must be an int, got 2.0",
+    ),
+    "num_samples with keys per prompt": (
+        lambda good: {"num_samples": 2, "key": jax.random.split(jax.random.key(0), 2)},
+        ValueError,
+        "`key` must have shape (B) = (4,), got (2,)",
+    ),
+    "return_state of nothing": (
+        {"return_state": True, "max_new_tokens": 0},
+        ValueError,
+        "`return_state` needs `max_new_tokens` >= 1, got 0",
+    ),
+    "sampling": (
+        {"sampling": 0.7},
+        TypeError,
+        "`sampling` must be a Sampling, got float",
+    ),
+    "temperature negative": (
+        sampled(temperature=-0.5),
+        ValueError,
+        "`sampling.temperature` must be >= 0, got -0.5",
+    ),
+    "temperature nan": (
+        sampled(temperature=float("nan")),
+        ValueError,
+        "`sampling.temperature` must be >= 0, got nan",
+    ),
+    "temperature text": (
+        sampled(temperature="hot"),
+        TypeError,
+        "`sampling.temperature` must hold numbers, got 'hot'",
+    ),
+    "temperature shape": (
+        sampled(temperature=np.ones((3,), np.float32)),
+        ValueError,
+        "`sampling.temperature` must have shape () or (B,) = (2,), got (3,)",
+    ),
+    "top_k 0": (sampled(top_k=0), ValueError, "`sampling.top_k` must be >= 1, got 0"),
+    "top_k float": (
+        sampled(top_k=2.5),
+        TypeError,
+        "`sampling.top_k` must hold integers, got 2.5",
+    ),
+    "top_p 0": (
+        sampled(top_p=0.0),
+        ValueError,
+        "`sampling.top_p` must be in (0, 1], got 0.0",
+    ),
+    "top_p above 1": (
+        sampled(top_p=1.5),
+        ValueError,
+        "`sampling.top_p` must be in (0, 1], got 1.5",
+    ),
+    "min_p": (
+        sampled(min_p=2),
+        ValueError,
+        "`sampling.min_p` must be in [0, 1], got 2",
+    ),
+    "min_p of one row": (
+        sampled(min_p=np.array([0.1, -0.1])),
+        ValueError,
+        "`sampling.min_p` must be in [0, 1], got [ 0.1 -0.1]",
+    ),
+    "cut without a temperature": (
+        {"sampling": Sampling(top_p=0.9)},
+        ValueError,
+        "`sampling.top_p` needs `sampling.temperature`: without one decoding is greedy",
+    ),
+}
+SPECULATIVE = {
+    "drafter missing": (
+        {"drafter": None},
+        TypeError,
+        "`drafter` must be a Drafter, got NoneType",
+    ),
+    "drafter": (
+        {"drafter": "dspark"},
+        TypeError,
+        "`drafter` must be a Drafter, got str",
+    ),
+    "drafter of another target": (
+        of(target_fingerprint="yours"),
+        ValueError,
+        "`drafter` was made for another target: its fingerprint is yours, the target's "
+        "is mine",
+    ),
+    "drafter of another vocabulary": (
+        of(vocab_size=20),
+        ValueError,
+        "`drafter` was made for another target: its vocab_size is 20, the target's",
+    ),
+    "drafter of a deeper target": (
+        of(num_target_layers=9),
+        ValueError,
+        "`drafter` was made for another target: its num_target_layers is 9, the "
+        "target's is 2",
+    ),
+    "drafter taps too deep": (
+        lambda good: {
+            "drafter": good["drafter"]._replace(
+                config=types.SimpleNamespace(
+                    block_size=3, tap_layers=(0, 2), target_fingerprint=""
+                )
+            )
+        },
+        ValueError,
+        "`drafter` taps layer 2, but the target's layers are -1..1",
+    ),
+    "options": (
+        {"options": "token"},
+        TypeError,
+        "`options` must be a Speculation, got str",
+    ),
+    "draft length above the block size": (
+        {"options": dspark_jax.Speculation(draft_length=BLOCK_SIZE + 1)},
+        ValueError,
+        "`options.draft_length` must be at most the drafter's block size 3, got 4",
+    ),
+    "keep without confidences": (
+        lambda good: {
+            "drafter": without_confidence(good["drafter"]),
+            "options": dspark_jax.Speculation(keep=keep_a_float),
+        },
+        ValueError,
+        "`options.keep` needs a drafter with a confidence head, but its "
+        "confidence_kind is 'none'",
+    ),
+    "threshold without confidences": (
+        lambda good: {
+            "drafter": without_confidence(good["drafter"]),
+            "confidence_threshold": 0.5,
+        },
+        ValueError,
+        "`confidence_threshold` needs a drafter with a confidence head, but its "
+        "confidence_kind is 'none'",
+    ),
+    "threshold of prompt lookup": (
+        lambda good: {
+            "drafter": dspark_jax.make_prompt_lookup(BLOCK_SIZE)[0],
+            "confidence_threshold": 0.5,
+        },
+        ValueError,
+        "`confidence_threshold` needs a drafter with a confidence head",
+    ),
+    "threshold": (
+        {"confidence_threshold": 1.5},
+        ValueError,
+        "`confidence_threshold` must lie in [0, 1], got 1.5",
+    ),
+    "threshold nan": (
+        {"confidence_threshold": float("nan")},
+        ValueError,
+        "`confidence_threshold` must lie in [0, 1], got nan",
+    ),
+    "threshold shape": (
+        {"confidence_threshold": np.full((3,), 0.5, np.float32)},
+        ValueError,
+        "`confidence_threshold` must have shape () or (B,) = (2,), got (3,)",
+    ),
+    "confidence temperatures": (
+        {"confidence_temperatures": [1.0, 0.0, 1.0]},
+        ValueError,
+        "`confidence_temperatures` must be positive and finite, got [1.0, 0.0, 1.0]",
+    ),
+    "confidence temperatures too few": (
+        {"confidence_temperatures": [1.0]},
+        ValueError,
+        "`confidence_temperatures` must have one value a slot, at least (3,), got (1,)",
+    ),
+}
+
+
+def check(function, arguments, change, error, message):
+    changes = change(arguments) if callable(change) else change
+    with pytest.raises(error, match=re.escape(message)):
+        function(**{**arguments, **changes})
