@@ -16,7 +16,7 @@ import numpy as np
 
 from dspark_jax import checks, types
 from dspark_jax.config import Speculation
-from dspark_jax.decoding import arguments, generate
+from dspark_jax.decoding import arguments, stepwise
 from dspark_jax.evaluation.recording import PER_ROUND, Recording
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import Drafter, PyTree, Target
@@ -191,7 +191,7 @@ def _run(
         "sampling": inputs.sampling,
         "stop_tokens": inputs.stop_tokens,
     }
-    state = generate.prefill(
+    state = stepwise.prefill(
         keys,
         tokens,
         lengths,
@@ -203,7 +203,7 @@ def _run(
 
     def one_round(state: types.DecodeState) -> tuple[types.DecodeState, dict[str, Any]]:
         before = state
-        state, info = generate.speculative_round(
+        state, info = stepwise.speculative_round(
             state,
             confidence_threshold=inputs.confidence_threshold,
             confidence_temperatures=inputs.confidence_temperatures,

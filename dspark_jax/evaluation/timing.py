@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from dspark_jax.config import Speculation
-from dspark_jax.decoding import generate
+from dspark_jax.decoding import stepwise
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import DecodeState, Drafter, PyTree, Target
 
@@ -135,7 +135,7 @@ class _Program:
         drafter, options = loop.drafter, loop.options
 
         def prefill(keys, tokens, lengths, target_params, drafter_params):
-            return generate.prefill(
+            return stepwise.prefill(
                 keys,
                 tokens,
                 lengths,
@@ -150,10 +150,10 @@ class _Program:
 
         def decode(state, target_params, drafter_params):
             if drafter is None:
-                return generate.autoregressive_steps(
+                return stepwise.autoregressive_steps(
                     state, None, target_params=target_params, **shared
                 )
-            return generate.speculative_rounds(
+            return stepwise.speculative_rounds(
                 state,
                 None,
                 target_params=target_params,
