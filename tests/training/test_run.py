@@ -5,6 +5,7 @@ import os
 import signal
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -31,6 +32,11 @@ def last_state(path, step):
     with saving.Checkpoints(path / "checkpoints") as checkpoints:
         assert checkpoints.steps[-1] == step
         return checkpoints._checkpointer.load(step)
+
+
+several_devices = pytest.mark.skipif(
+    len(jax.local_devices()) < 8, reason="needs eight devices, as a CPU pretends"
+)
 
 
 @pytest.fixture(name="config", scope="module")
@@ -108,11 +114,13 @@ def test_a_stopped_run_goes_on_bit_for_bit(
     (tmp_path / "b" / "corpus.npz").unlink()  # it is written again, the same
     second = start(tiny, target, tmp_path / "b", config)
     assert second["step"] == 6
-    chex.assert_trees_all_equal(
-        last_state(tmp_path / "b", 6), last_state(finished[0], 6)
-    )
     assert [r["step"] for r in records_of(tmp_path / "b")] == [2, 3, 3, 4, 6, 6]
-    assert records_of(tmp_path / "b")[-2:] == records_of(finished[0])[-2:]
+    states = last_state(tmp_path / "b", 6), last_state(finished[0], 6)
+    if jax.default_backend() == "cpu":
+        chex.assert_trees_all_equal(*states)
+        assert records_of(tmp_path / "b")[-2:] == records_of(finished[0])[-2:]
+    else:  # sums on an accelerator have no fixed order
+        chex.assert_trees_all_close(*states, rtol=1e-3, atol=1e-6)
 
 
 def test_records_past_the_restored_step_are_dropped(
@@ -129,6 +137,7 @@ def test_records_past_the_restored_step_are_dropped(
 
 
 @pytest.mark.slow
+@several_devices
 def test_more_devices_change_rounding_only(config, tiny, target, finished, tmp_path):
     # One drafter compiles faster, and trains as it does beside another.
     changed = tiny.replaced(config, data_parallel=2, drafters=config.drafters[:1])
@@ -149,8 +158,16 @@ def test_more_devices_change_rounding_only(config, tiny, target, finished, tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data_parallel": 4, "fsdp": 4}, "must be at most the 8 devices, got 4 x 4"),
-        ({"data_parallel": 8}, "must be a multiple of data_parallel x fsdp = 8 x 1"),
+        pytest.param(
+            {"data_parallel": 4, "fsdp": 4},
+            "must be at most the 8 devices, got 4 x 4",
+            marks=several_devices,
+        ),
+        pytest.param(
+            {"data_parallel": 8},
+            "must be a multiple of data_parallel x fsdp = 8 x 1",
+            marks=several_devices,
+        ),
         ({"row_length": 300}, "row_length must be at most 256, the target's positions"),
         ({"never_sampled": (512,)}, r"never_sampled must lie in 0\.\.511"),
         ({"mask_token": 512}, r"mask_token must lie in 0\.\.511"),
@@ -165,6 +182,7 @@ def test_what_only_the_target_and_the_machine_can_refuse(
         start(tiny, target, tmp_path / "x", tiny.replaced(config, **changes))
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
 def test_cudnn_needs_a_gpu(config, tiny, target):
     train = tiny.replaced(config.train, attention="cudnn")
     with pytest.raises(ValueError, match="attention = 'cudnn' needs an NVIDIA GPU"):

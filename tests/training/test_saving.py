@@ -14,11 +14,15 @@ from dspark_jax.training import data, run_config, saving, settings, step
 def _drafter(root, tiny):
     target, params = tiny.random_target()
     config = run_config.drafter_configs(tiny.config(root), target)[0]
-    return config, step.init_params(jax.random.key(0), config, params.final_norm)
+    # On the host: a test donates its copy.
+    return config, jax.device_get(
+        step.init_params(jax.random.key(0), config, params.final_norm)
+    )
 
 
 def test_state_comes_back_although_it_was_donated(tmp_path, drafter):
-    state = step.init_state((drafter[1],), settings.TrainConfig())
+    params = jax.tree.map(jnp.asarray, drafter[1])
+    state = step.init_state((params,), settings.TrainConfig())
     expected = jax.device_get(state)
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
