@@ -20,7 +20,7 @@ from common import log, save
 
 from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig, RopeConfig
 from dspark_jax.targets import decoder
-from dspark_jax.training import losses, settings, step, target_states
+from dspark_jax.training import settings, step, target_states, vocabulary
 
 QWEN3_4B = DecoderConfig(
     vocab_size=151936,
@@ -119,7 +119,7 @@ def measure(options, config: DecoderConfig, rows: int, attention: str, peak: flo
     batch = target_states.Batch(
         tokens=tokens, loss_mask=jnp.ones(tokens.shape, jnp.bool_)
     )
-    head = jax.jit(functools.partial(losses.head_matrix, target))(target_params)
+    head = jax.jit(functools.partial(vocabulary.head_matrix, target))(target_params)
 
     @functools.partial(jax.jit, donate_argnames=("state",))
     def run(state, key, batch, target_params, head, rate):

@@ -18,7 +18,7 @@ from dspark_jax.commands import failure, models, terminal
 from dspark_jax.drafters import load as drafter_lib
 from dspark_jax.targets import load as target_lib
 from dspark_jax.targets import tokenizer as tokenizer_lib
-from dspark_jax.training import (
+from dspark_jax.training.texts import (
     answers,
     conversations,
     corpus_files,
@@ -27,7 +27,7 @@ from dspark_jax.training import (
     regeneration,
     synthesis,
 )
-from dspark_jax.training.records import Record
+from dspark_jax.training.texts.records import Record
 
 DEFAULT_TOKENS = 1_000_000
 # Rows that the target writes at a time.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from dspark_jax.commands import failure, terminal
 
 if TYPE_CHECKING:  # They import JAX, which a mistyped option need not wait for.
-    from dspark_jax.training.run_config import RunConfig
-    from dspark_jax.training.training_data import BatchSource
+    from dspark_jax.training.runs.run_config import RunConfig
+    from dspark_jax.training.runs.training_data import BatchSource
     from dspark_jax.types import PyTree, Target
 
 SUMMARY = "train drafters for a target that stays as it is"
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.config.is_file():
         raise failure.Failure(f"there is no configuration file {arguments.config}")
 
-    from dspark_jax.training import run_config, run_folder
+    from dspark_jax.training.runs import run_config, run_folder
 
     with failure.of_input():
         config = run_config.load(arguments.config, _changes(arguments))
@@ -100,10 +100,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     from dspark_jax.targets import fetch
     from dspark_jax.targets import tokenizer as tokenizer_lib
-    from dspark_jax.training import loop, session
-    from dspark_jax.training import run as run_lib
-    from dspark_jax.training.progress import Progress
-    from dspark_jax.training.stopping import Stop
+    from dspark_jax.training.runs import loop, session
+    from dspark_jax.training.runs import run as run_lib
+    from dspark_jax.training.runs.progress import Progress
+    from dspark_jax.training.runs.stopping import Stop
 
     with failure.of_input():
         target, target_params = _load_target(config)
@@ -156,8 +156,8 @@ def _load_target(config: "RunConfig") -> tuple["Target", "PyTree"]:
 
 
 def _estimate(arguments: argparse.Namespace, config: "RunConfig") -> int:
-    from dspark_jax.training import dry_run
-    from dspark_jax.training import run as run_lib
+    from dspark_jax.training.runs import dry_run
+    from dspark_jax.training.runs import run as run_lib
 
     with failure.of_input():
         target, target_params = _load_target(config)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, dspark, markov
-from dspark_jax.training import anchor_attention, losses, target_states
+from dspark_jax.training import anchor_attention, losses, target_states, vocabulary
 from dspark_jax.training import anchors as anchors_lib
 from dspark_jax.training.anchors import Anchors
 from dspark_jax.training.settings import LossConfig, Recipe, TrainConfig
@@ -51,7 +51,7 @@ def evaluate(
 
     Args:
       embed: the frozen embedding that drafters share with their target, ids -> rows.
-      head: the frozen output matrix likewise (`losses.head_matrix`).
+      head: the frozen output matrix likewise (`vocabulary.head_matrix`).
       ce: the weight of CE of every drafter, float32, traced.
       on_policy: `anchors` are `anchors.everywhere`, and a block weighs as much as it is
         likely to be one of the drafter's own rounds.
@@ -83,7 +83,7 @@ def evaluate(
     target_rows = anchors_lib.target_rows(states.hidden, blocks).astype(dtype)
     starts: list[jax.Array | None] = [None] * len(drafters)
     if on_policy:
-        now = losses.slot_terms(
+        now = vocabulary.slot_terms(
             tuple(drafts),
             head,
             target_rows,
@@ -109,7 +109,7 @@ def evaluate(
         _term_weights(recipe.loss, weight, jnp.sum(slots[..., 0]) + epsilon)
         for recipe, weight, slots in zip(recipes, ce, weights, strict=True)
     )
-    vocabulary, found_terms = losses.vocabulary_loss(
+    totals, found_terms = vocabulary.loss(
         tuple(drafts),
         head,
         target_rows,
@@ -120,7 +120,7 @@ def evaluate(
     )
     outcomes = []
     for loss, term, logits, weight, recipe, start in zip(
-        vocabulary, found_terms, confidences, weights, recipes, starts, strict=True
+        totals, found_terms, confidences, weights, recipes, starts, strict=True
     ):
         if logits is not None:
             bce = losses.confidence_loss(logits, losses.accept_rate(term.l1))
@@ -155,7 +155,7 @@ def draft_rows(
     *,
     recipe: Recipe,
     config: TrainConfig,
-) -> tuple[losses.DraftRows, jax.Array | None]:
+) -> tuple[vocabulary.DraftRows, jax.Array | None]:
     """One drafter's hidden states, Markov features and confidence logits of all slots.
 
     Args:
@@ -201,4 +201,4 @@ def draft_rows(
         if recipe.loss.cut_confidence:
             seen = jax.lax.stop_gradient(seen)
         confidence_logits = confidence.logits(params.confidence, drafter, *seen)
-    return losses.DraftRows(hidden, feature, w2), confidence_logits
+    return vocabulary.DraftRows(hidden, feature, w2), confidence_logits

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import dspark
 from dspark_jax.training import anchors as anchors_lib
-from dspark_jax.training import losses, objective
+from dspark_jax.training import objective, vocabulary
 from dspark_jax.training import target_states as target_states_lib
 from dspark_jax.training.anchors import Anchors
 from dspark_jax.training.objective import Outcome
@@ -128,7 +128,7 @@ def train_step(
       rate: learning rate of this step, float32, traced.
       ce: every drafter's CE weight in this step, float32, traced; None: the loss's own.
       recipes: one a drafter; None: all have `config.loss`.
-      head: `losses.head_matrix(target, target_params)`, to save making it every step.
+      head: `vocabulary.head_matrix` of the target, to save making it every step.
       anchors, states: given instead of sampled and computed ([U, ...] as well): blocks
         of one's own, or the target's states from a cache.
       on_policy: a block at every position, weighted by the chance that one of the
@@ -140,7 +140,7 @@ def train_step(
     """
     _check_drafters(drafters)
     if head is None:
-        head = losses.head_matrix(target, target_params)
+        head = vocabulary.head_matrix(target, target_params)
     embed = functools.partial(target.embed, target_params)
     if recipes is None:
         recipes = (Recipe(loss=config.loss),) * len(drafters)

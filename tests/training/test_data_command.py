@@ -9,7 +9,7 @@ import pytest
 from dspark_jax import cli
 from dspark_jax.commands import terminal
 from dspark_jax.targets import fetch
-from dspark_jax.training import corpus_files, corpus_writer
+from dspark_jax.training.texts import corpus_files, corpus_writer
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax.training import losses
+from dspark_jax.training import losses, vocabulary
 
 B, A, K, V, D, R = 3, 8, 4, 37, 6, 5
 
@@ -21,8 +21,8 @@ def _problem():
         return jax.random.normal(next(keys), shape, jnp.float32)
 
     drafts = (
-        losses.DraftRows(draw(B, A, K, D), draw(B, A, K, R), draw(V, R)),
-        losses.DraftRows(draw(B, A, K, D), None, None),
+        vocabulary.DraftRows(draw(B, A, K, D), draw(B, A, K, R), draw(V, R)),
+        vocabulary.DraftRows(draw(B, A, K, D), None, None),
     )
     labels = jax.random.randint(next(keys), (B, A, K), 0, V)
     mask = jax.random.bernoulli(next(keys), 0.8, (B, A, K))
@@ -31,7 +31,7 @@ def _problem():
 
 
 def plain_loss(draft, head, hidden, labels, weights, parts):
-    terms = losses.reference_terms(draft, head, hidden, labels)
+    terms = vocabulary.reference_terms(draft, head, hidden, labels)
     slots = parts.ce * terms.ce + parts.l1 * terms.l1
     if parts.kl is not None:
         slots = slots + parts.kl * terms.kl
@@ -46,7 +46,7 @@ def plain_loss(draft, head, hidden, labels, weights, parts):
 
 
 def chunked_loss(drafts, *rest, chunk_slots):
-    found, terms = losses.vocabulary_loss(drafts, *rest, chunk_logits=chunk_slots * V)
+    found, terms = vocabulary.loss(drafts, *rest, chunk_logits=chunk_slots * V)
     # Unequal cotangents: each drafter has its own.
     return found[0] + 2 * found[1], terms
 
@@ -101,7 +101,7 @@ def test_head_and_target_get_no_gradient(problem):
         parts = (weighing(1, 1, 1, 1),) * 2
         weights = (rest[3],) * 2
         arguments = (drafts, head, hidden, rest[2], weights, parts)
-        return losses.vocabulary_loss(*arguments)[0][0]
+        return vocabulary.loss(*arguments)[0][0]
 
     for gradient in jax.grad(loss, argnums=(0, 1))(*rest[:2]):
         assert not np.any(np.asarray(gradient))
@@ -119,7 +119,7 @@ def test_bfloat16_rows_give_float32_terms(problem):
         plain_loss(draft, *rounded[1:], labels, weights, parts)[0]
         for draft in rounded[0]
     ]
-    found, terms = losses.vocabulary_loss(half(drafts), *arguments)
+    found, terms = vocabulary.loss(half(drafts), *arguments)
     chex.assert_tree_all_finite((found, terms))
     assert terms[0].l1.dtype == jnp.float32
     np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -127,8 +127,8 @@ def test_bfloat16_rows_give_float32_terms(problem):
 
 def test_equal_distributions_have_no_distance(problem):
     _, head, hidden, labels, weights = problem
-    same = losses.DraftRows(hidden, None, None)
-    found, (terms,) = losses.vocabulary_loss(
+    same = vocabulary.DraftRows(hidden, None, None)
+    found, (terms,) = vocabulary.loss(
         (same,), head, hidden, labels, (weights,), (weighing(0, 1, None, None),)
     )
     assert float(found[0]) == 0

@@ -9,7 +9,7 @@ import pytest
 from dspark_jax import layers
 from dspark_jax.drafters import backbone
 from dspark_jax.training import anchors as anchors_lib
-from dspark_jax.training import losses, objective, settings
+from dspark_jax.training import losses, objective, settings, vocabulary
 
 # All nine golden cases pass; three are stored here.
 CASES = ("dspark_vanilla_b7", "dspark_gated_b4", "dspark_rnn_b4")
@@ -38,7 +38,7 @@ def test_forward_equals_deepspec(load_case, name):
         recipe=settings.Recipe(),
         config=case.train_config(),
     )
-    terms = losses.reference_terms(
+    terms = vocabulary.reference_terms(
         rows,
         case.head,
         anchors_lib.target_rows(case.states.hidden, blocks),

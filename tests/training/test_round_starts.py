@@ -4,7 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dspark_jax.training import anchors, losses, objective, settings, target_states
+from dspark_jax.training import (
+    anchors,
+    losses,
+    objective,
+    settings,
+    target_states,
+    vocabulary,
+)
 
 S, K = 14, 3
 
@@ -66,7 +73,7 @@ def test_on_policy_loss_weighs_blocks_by_their_chance(small):
         step.init_params(jax.random.key(i), d, target_params.final_norm)
         for i, d in enumerate(drafters)
     )
-    head = losses.head_matrix(target, target_params)
+    head = vocabulary.head_matrix(target, target_params)
     chosen = anchors.everywhere(batch.loss_mask)
     ce = jnp.full(2, 0.1, jnp.float32)
 
@@ -104,7 +111,7 @@ def test_on_policy_loss_weighs_blocks_by_their_chance(small):
             recipe=recipes[0],
             config=config,
         )
-        terms = losses.reference_terms(
+        terms = vocabulary.reference_terms(
             rows, head, anchors.target_rows(states.hidden, blocks), blocks.labels
         )
         accept = jnp.where(

@@ -15,7 +15,8 @@ import pytest
 
 import dspark_jax
 from dspark_jax import cli
-from dspark_jax.training import corpus_writer, data, saving
+from dspark_jax.training.runs import saving
+from dspark_jax.training.texts import corpus_writer, data
 
 
 @pytest.fixture(name="command", scope="module")

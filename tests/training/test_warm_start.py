@@ -11,14 +11,14 @@ import pytest
 
 from dspark_jax.training import anchors as anchors_lib
 from dspark_jax.training import (
-    losses,
     objective,
-    saving,
     settings,
     step,
     target_states,
+    vocabulary,
     warm_start,
 )
+from dspark_jax.training.runs import saving
 
 
 def fresh_params(drafter, seed):
@@ -96,7 +96,7 @@ def gradient(small, recipe):
             states,
             anchors,
             functools.partial(target.embed, target_params),
-            losses.head_matrix(target, target_params),
+            vocabulary.head_matrix(target, target_params),
             jnp.full(1, 0.1, jnp.float32),
             drafters=drafters[:1],
             recipes=(recipe,),

@@ -6,7 +6,7 @@ import jax
 
 from dspark_jax.config import BlockConfig, DecoderConfig
 from dspark_jax.targets import decoder
-from dspark_jax.training import run_config
+from dspark_jax.training.runs import run_config
 
 TARGET = DecoderConfig(
     vocab_size=512,

@@ -1,0 +1,1 @@
+"""A training run: its configuration, folder, loop, records, and what can go wrong."""

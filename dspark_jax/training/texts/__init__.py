@@ -1,0 +1,1 @@
+"""Where training texts come from: written by the target, read from files, batched."""
