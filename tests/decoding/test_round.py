@@ -83,3 +83,20 @@ def test_counts_are_those_of_the_rounds(rounds):
     assert num_ended > 0
     total = sum(run[-1].stats.num_accepted.sum() for run in rounds[0])
     assert total > 20  # the rounds did accept drafts
+
+
+def test_windows_end_at_a_drafted_stop_and_leave_room_for_the_next_token(rounds):
+    num_full = num_stopped = 0
+    for states, infos in zip(*rounds, strict=True):
+        for before, info in zip(states, infos, strict=False):
+            room = before.limits - before.lengths - 1
+            is_stop = info.draft.tokens == STOP
+            first_stop = np.where(is_stop.any(1), is_stop.argmax(1) + 1, K)
+            want = np.minimum(np.minimum(info.draft.length, first_stop), room)
+            np.testing.assert_array_equal(
+                info.verify_length, np.where(before.is_done, 0, want)
+            )
+            num_full += np.sum(~before.is_done & (room < info.draft.length))
+            num_stopped += np.sum(~before.is_done & (first_stop < info.draft.length))
+    assert num_full > 5
+    assert num_stopped > 5
