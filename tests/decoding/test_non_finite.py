@@ -138,6 +138,9 @@ def test_the_words_are_those_of_plain_decoding(rule, is_greedy):
     found = run(stops, rule=rule, is_greedy=is_greedy)
     np.testing.assert_array_equal(found.lengths, plain.lengths)
     np.testing.assert_array_equal(found.finish, plain.finish)
+    if is_greedy:  # The first round commits a draft, fails and is not counted.
+        np.testing.assert_array_equal(found.lengths, len(PROMPT) + 2)
+        np.testing.assert_array_equal(found.stats.num_rounds, 0)
     is_new = np.arange(found.tokens.shape[1]) < np.asarray(plain.lengths)[:, None]
     np.testing.assert_array_equal(
         np.where(is_new, found.tokens, -1), np.where(is_new, plain.tokens, -1)
