@@ -92,7 +92,7 @@ def record(
     length = arguments.check_models(target, drafter, options, is_speculative=True)
     arguments.make_threshold(confidence_threshold, drafter, batch)
     arguments.make_temperatures(confidence_temperatures, length)
-    plan = _Plan(target, drafter, options, max_new_tokens)
+    program = _Program(target, drafter, options, max_new_tokens)
     inputs = _Inputs(
         sampling=Sampling(
             temperature=None if temperature == 0 else _number(temperature)
@@ -126,7 +126,7 @@ def record(
                     target_params,
                     params,
                     inputs,
-                    plan=plan,
+                    program=program,
                 )
             )
             found[index].append(log)
@@ -136,7 +136,7 @@ def record(
     return [_collect(logs, order, batch, length) for logs in found]
 
 
-class _Plan(NamedTuple):
+class _Program(NamedTuple):
     """The static side of a program."""
 
     target: Target
@@ -170,7 +170,7 @@ class _Log(NamedTuple):
     finish: Any  # int32 [B]
 
 
-@functools.partial(jax.jit, static_argnames="plan")
+@functools.partial(jax.jit, static_argnames="program")
 def _run(
     keys: jax.Array,
     tokens: jax.Array,
@@ -180,14 +180,14 @@ def _run(
     drafter_params: PyTree,
     inputs: _Inputs,
     *,
-    plan: _Plan,
+    program: _Program,
 ) -> _Log:
     models: dict[str, Any] = {
-        "target": plan.target,
+        "target": program.target,
         "target_params": target_params,
-        "drafter": plan.drafter,
+        "drafter": program.drafter,
         "drafter_params": drafter_params,
-        "options": plan.options,
+        "options": program.options,
         "sampling": inputs.sampling,
         "stop_tokens": inputs.stop_tokens,
     }
@@ -195,8 +195,8 @@ def _run(
         keys,
         tokens,
         lengths,
-        capacity=tokens.shape[1] + plan.max_new_tokens,
-        max_new_tokens=plan.max_new_tokens,
+        capacity=tokens.shape[1] + program.max_new_tokens,
+        max_new_tokens=program.max_new_tokens,
         limits=limits,
         **models,
     )
@@ -226,7 +226,7 @@ def _run(
         }
 
     # The first token comes from the prefill, and every round commits at least one.
-    num_rounds = plan.max_new_tokens - 1
+    num_rounds = program.max_new_tokens - 1
     shapes = jax.eval_shape(one_round, state)[1]
     logs = jax.tree.map(lambda x: jnp.zeros((num_rounds, *x.shape), x.dtype), shapes)
 
@@ -241,7 +241,7 @@ def _run(
         body,
         (jnp.int32(0), state, logs),
     )
-    columns = jnp.arange(plan.max_new_tokens, dtype=jnp.int32)[None]
+    columns = jnp.arange(program.max_new_tokens, dtype=jnp.int32)[None]
     new = jnp.take_along_axis(state.tokens, lengths[:, None] + columns, axis=1)
     return _Log(
         new_tokens=new, num_new=state.lengths - lengths, finish=state.finish, **logs

@@ -213,3 +213,31 @@ def test_losses_that_are_not_finite_end_the_run(
 def test_warnings_about_records():
     counts = {"num_rows": 5, "num_truncated_records": 2, "num_dropped_short": 0}
     assert run.warnings_of(counts) == ["truncated records: 2"]
+
+
+@pytest.mark.slow
+def test_stages_and_a_warm_start(config, tiny, target, finished, tmp_path):
+    """Random block lengths, then the on-policy stage, from an exported drafter."""
+    train = tiny.replaced(config.train, on_policy_share=0.5, min_block=2)
+    folder = finished[0] / "drafters" / config.drafters[0].name
+    drafter = tiny.replaced(
+        config.drafters[0], init_from=str(folder), trainable="heads"
+    )
+    changed = tiny.replaced(config, train=train, drafters=(drafter,), steps=4)
+    result = start(tiny, target, tmp_path / "s", changed)
+    assert result["step"] == 4
+    found = [r for r in records_of(tmp_path / "s") if "drafters" in r]
+    stages = ["tau_rounds" in r["drafters"][drafter.name] for r in found]
+    assert stages == [False, True]
+    _, old, _ = deepspec.load(folder)
+    _, new, _ = deepspec.load(tmp_path / "s" / "drafters" / drafter.name)
+    chex.assert_trees_all_equal(new.backbone, old.backbone)
+    assert not np.array_equal(new.markov.w2, old.markov.w2)
+
+
+def test_a_warm_start_must_fit(config, tiny, target, finished, tmp_path):
+    folder = finished[0] / "drafters" / config.drafters[0].name
+    drafter = tiny.replaced(config.drafters[0], init_from=str(folder), num_layers=2)
+    changed = tiny.replaced(config, drafters=(drafter,))
+    with pytest.raises(ValueError, match=r"init_from: .* has num_layers = 1, the"):
+        start(tiny, target, tmp_path / "w", changed)
