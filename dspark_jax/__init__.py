@@ -4,9 +4,9 @@ A drafter proposes a block of tokens in one parallel pass and repairs its joint
 distribution with a first-order Markov head; the target verifies the block without
 changing its own distribution, in one pass as well.
 
-Everything public is a name below, and the submodules `testing` (check your own target)
-and `training` (train a drafter). A name is imported at its first use, so that
-`import dspark_jax` costs nothing.
+Everything public is a name below, and the submodules `testing` (check your own target),
+`training` (train a drafter) and `evaluation` (judge it). A name is imported at its first
+use, so that `import dspark_jax` costs nothing.
 
 The dimension key of all comments, docstrings and annotations:
 
@@ -21,8 +21,14 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from dspark_jax import testing, training
-    from dspark_jax.config import DecoderConfig, DrafterConfig, Speculation
+    from dspark_jax import evaluation, testing, training
+    from dspark_jax.config import (
+        BlockConfig,
+        DecoderConfig,
+        DrafterConfig,
+        RopeConfig,
+        Speculation,
+    )
     from dspark_jax.decoding.generate import (
         autoregressive_generate,
         speculative_generate,
@@ -34,9 +40,11 @@ if typing.TYPE_CHECKING:
         speculative_round,
         speculative_rounds,
     )
+    from dspark_jax.drafters.dspark import make_drafter
     from dspark_jax.drafters.load import load_drafter
     from dspark_jax.drafters.prompt_lookup import make_prompt_lookup
     from dspark_jax.sampling import Sampling
+    from dspark_jax.targets.decoder import make_target
     from dspark_jax.targets.load import load_target
     from dspark_jax.targets.tokenizer import load_tokenizer
     from dspark_jax.types import (
@@ -56,6 +64,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FINISH_REASONS",
+    "BlockConfig",
     "Bound",
     "DecodeState",
     "DecoderConfig",
@@ -64,6 +73,7 @@ __all__ = [
     "DrafterConfig",
     "Generation",
     "Logprobs",
+    "RopeConfig",
     "RoundInfo",
     "Sampling",
     "Speculation",
@@ -71,11 +81,14 @@ __all__ = [
     "Target",
     "autoregressive_generate",
     "autoregressive_steps",
+    "evaluation",
     "extend",
     "load_drafter",
     "load_target",
     "load_tokenizer",
+    "make_drafter",
     "make_prompt_lookup",
+    "make_target",
     "prefill",
     "speculative_generate",
     "speculative_round",
@@ -84,10 +97,16 @@ __all__ = [
     "training",
 ]
 
-_MODULES = ("testing", "training")
+_MODULES = ("evaluation", "testing", "training")
 
 _HOMES = {  # the same as the imports above
-    "config": ("DecoderConfig", "DrafterConfig", "Speculation"),
+    "config": (
+        "BlockConfig",
+        "DecoderConfig",
+        "DrafterConfig",
+        "RopeConfig",
+        "Speculation",
+    ),
     "decoding.generate": ("autoregressive_generate", "speculative_generate"),
     "decoding.stepwise": (
         "autoregressive_steps",
@@ -96,9 +115,11 @@ _HOMES = {  # the same as the imports above
         "speculative_round",
         "speculative_rounds",
     ),
+    "drafters.dspark": ("make_drafter",),
     "drafters.load": ("load_drafter",),
     "drafters.prompt_lookup": ("make_prompt_lookup",),
     "sampling": ("Sampling",),
+    "targets.decoder": ("make_target",),
     "targets.load": ("load_target",),
     "targets.tokenizer": ("load_tokenizer",),
     "types": (
