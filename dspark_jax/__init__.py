@@ -5,8 +5,8 @@ distribution with a first-order Markov head; the target verifies the block witho
 changing its own distribution, in one pass as well.
 
 Everything public is a name below, and the submodules `testing` (check your own target),
-`training` (train a drafter) and `evaluation` (judge it). A name is imported at its first
-use, so that `import dspark_jax` costs nothing.
+`training` (train a drafter) and `evaluation` (judge it). A name is imported at its
+first use, so that `import dspark_jax` costs nothing.
 
 The dimension key of all comments, docstrings and annotations:
 

@@ -11,7 +11,7 @@ import pathlib
 import dspark_jax
 
 SNAPSHOT = pathlib.Path(__file__).with_name("public_api.txt")
-MODULES = ("evaluation", "testing", "training")  # public with all their own public functions
+MODULES = ("evaluation", "testing", "training")  # with their own public functions
 
 
 def describe():
