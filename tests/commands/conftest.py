@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import pytest
 import tokenizers
 
@@ -61,6 +62,14 @@ def _cache(tmp_path_factory):
         folder = tmp_path_factory.mktemp("xla")
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _quick_compilation():
+    """These tests compile more than they run."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
