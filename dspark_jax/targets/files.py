@@ -49,19 +49,26 @@ def read_gguf(
     return HostTarget(file.path, config, gguf_llama.hf_tensors(file, config))
 
 
-def _read_folder(
-    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
-) -> HostTarget:
+def folder_config(
+    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None = None
+) -> DecoderConfig:
+    """The configuration of a Hugging Face folder, without its fingerprint."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
-    config = hf_config.decoder_config(
+    return hf_config.decoder_config(
         tensor_files.read_json(path),
         where=str(path),
         generation=hf_config.read_generation_config(folder),
         param_dtype=param_dtype,
         compute_dtype=compute_dtype,
     )
+
+
+def _read_folder(
+    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
+) -> HostTarget:
+    config = folder_config(folder, param_dtype, compute_dtype)
     tensors = tensor_files.read_folder(folder)
     # Buffers of old checkpoints, recomputed from the configuration.
     tensors = {k: v for k, v in tensors.items() if not k.endswith(".inv_freq")}
