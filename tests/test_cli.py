@@ -292,13 +292,13 @@ def test_a_conversation_outgrows_its_caches(capsys, options, pipe):
 def test_prompts_of_other_lengths_reuse_the_programs(capsys, options, monkeypatch):
     traces = []
     for name in ("prefill", "speculative_rounds"):
-        function = getattr(session.generate, name)
+        function = getattr(session.stepwise, name)
 
         def counted(*arguments, function=function, **keywords):
             traces.append(function.__name__)
             return function(*arguments, **keywords)
 
-        monkeypatch.setattr(session.generate, name, counted)
+        monkeypatch.setattr(session.stepwise, name, counted)
     options += ["--candidates", "5"]  # nothing was compiled for it yet
     for prompt, temperature in (("a", 0.5), ("hello", 0.7), ("b" * 12, 1.3)):
         run_json(

@@ -50,9 +50,9 @@ def read_gguf(
 
 
 def folder_config(
-    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None
+    folder: pathlib.Path, param_dtype: str | None, compute_dtype: str | None = None
 ) -> DecoderConfig:
-    """The configuration of a Hugging Face folder; errors as in `read`."""
+    """The configuration of a Hugging Face folder, without its fingerprint."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{folder} has no config.json")
