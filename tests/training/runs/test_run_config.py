@@ -112,6 +112,8 @@ def test_differences(path):
 
 
 def test_shipped_configurations_are_valid(root):
+    if not (root / "configs").is_dir():
+        pytest.skip("an installed package has no configs/")
     found = sorted((root / "configs").glob("*.toml"))
     assert len(found) >= 4
     for path in found:
