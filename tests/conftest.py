@@ -3,8 +3,10 @@
 Everything here is set before the first array exists.
 """
 
+import json
 import os
 import pathlib
+import shutil
 
 # Two workers share one card: neither may reserve most of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -13,6 +15,7 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+import tokenizers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -49,3 +52,28 @@ def golden() -> pathlib.Path:
 def root() -> pathlib.Path:
     """The folder that holds tests/: the checkout, or a copy elsewhere."""
     return pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory, golden) -> pathlib.Path:
+    """The golden Qwen3 with a byte tokenizer and a chat template of its own."""
+    folder = tmp_path_factory.mktemp("target")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(golden / "targets" / "qwen3_untied" / name, folder)
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    printable = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # space, newline
+    others = sorted(set(byte_level.alphabet()) - set(printable))
+    vocab = {token: i for i, token in enumerate(printable + others[:30])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.pre_tokenizer = byte_level(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    assert backend.get_vocab_size() == 128
+    backend.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        "{% endfor %}"
+    )
+    settings = {"eos_token": "<|im_end|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

@@ -1,38 +1,16 @@
 """A tiny target with a tokenizer and its drafter, as folders a command can load."""
 
 import json
-import shutil
 
 import jax
 import pytest
-import tokenizers
 
 from dspark_jax import cli
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    "{% endfor %}"
-)
-
 
 @pytest.fixture(scope="session")
-def target(tmp_path_factory, golden):
-    """The golden Qwen3 with a byte tokenizer and a chat template of its own."""
-    folder = tmp_path_factory.mktemp("target")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "targets" / "qwen3_untied" / name, folder)
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    printable = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # space, newline
-    others = sorted(set(byte_level.alphabet()) - set(printable))
-    vocab = {token: i for i, token in enumerate(printable + others[:30])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    backend.pre_tokenizer = byte_level(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    backend.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+def target(chat_folder):
+    return chat_folder
 
 
 @pytest.fixture(scope="session")

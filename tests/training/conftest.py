@@ -5,14 +5,12 @@ import functools
 import importlib.util
 import json
 import pathlib
-import shutil
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 import safetensors.numpy
-import tokenizers
 
 import dspark_jax
 from dspark_jax import layers
@@ -186,24 +184,8 @@ class ChatTarget:
 
 
 @pytest.fixture(scope="session")
-def chat_target(tmp_path_factory, golden):
-    folder = tmp_path_factory.mktemp("chat_target")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(golden / "targets" / "qwen3_untied" / name, folder)
-    byte_level = tokenizers.pre_tokenizers.ByteLevel
-    printable = [chr(code) for code in range(0x21, 0x7F)] + ["Ġ", "Ċ"]  # space, newline
-    others = sorted(set(byte_level.alphabet()) - set(printable))
-    vocab = {token: i for i, token in enumerate(printable + others[:30])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    backend.pre_tokenizer = byte_level(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    backend.save(str(folder / "tokenizer.json"))
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-        "{% endfor %}"
+def chat_target(chat_folder):
+    target, params = dspark_jax.load_target(chat_folder)
+    return ChatTarget(
+        chat_folder, target, params, dspark_jax.load_tokenizer(chat_folder)
     )
-    settings = {"eos_token": "<|im_end|>", "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    target, params = dspark_jax.load_target(folder)
-    return ChatTarget(folder, target, params, dspark_jax.load_tokenizer(folder))
