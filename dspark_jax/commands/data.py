@@ -19,6 +19,7 @@ examples:
   dspark data synthesize corpus/                       the target writes everything
   dspark data regenerate prompts.jsonl corpus/         it answers given prompts
   dspark data tokenize conversations.jsonl corpus/     texts that are there already
+  dspark data join corpus/ part1/ part2/               one corpus of several
   dspark data show corpus/
   dspark data synthesize --help
 """
@@ -50,6 +51,13 @@ examples:
 
 Answers and their ends of turn are supervised (DeepSpec's rule). Rows go to the least of
 the lengths that fits. A malformed line is an error that names it, unless --skip-bad.
+"""
+_JOIN = """\
+examples:
+  dspark data join corpus/ part1/ part2/
+
+For texts that several machines or GPUs wrote side by side (another --seed each), or of
+different kinds. Rows that are there already are dropped.
 """
 _SHOW = """\
 examples:
@@ -136,6 +144,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--skip-bad", action="store_true", help="count malformed lines, and go on")
     _add_lengths(add)
     _add_common(add)
+
+    add = add_one("join", _JOIN, "one corpus of several")
+    add("out", type=pathlib.Path, metavar="OUT", help="the corpus folder to write")
+    add("sources", type=pathlib.Path, nargs="+", metavar="CORPUS", help="two or more")
+    add("--json", action="store_true", help="print one JSON object")
 
     add = add_one("show", _SHOW, "counts and a few rows of a corpus")
     add("corpus", type=pathlib.Path, metavar="CORPUS", help="a corpus folder")

@@ -23,6 +23,7 @@ from dspark_jax.training.texts import (
     conversations,
     corpus_files,
     corpus_writer,
+    joining,
     records,
     regeneration,
     synthesis,
@@ -151,6 +152,16 @@ def tokenize(arguments: argparse.Namespace) -> int:
                 min_loss_tokens=arguments.min_loss_tokens,
                 log=log,
             )
+
+    return _write(arguments, work)
+
+
+def join(arguments: argparse.Namespace) -> int:
+    """Several corpora become one; returns the exit status."""
+
+    def work(log: Callable, should_stop: Callable) -> Any:
+        del should_stop  # nothing is committed before the end
+        return joining.join(arguments.out, arguments.sources, log=log)
 
     return _write(arguments, work)
 

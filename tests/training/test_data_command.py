@@ -159,6 +159,7 @@ BAD = [
         "--top-k needs --temperature above 0",
     ),
     (["tokenize", "none.jsonl", "out"], "no such file: none.jsonl"),
+    (["join", "out", "none"], "`sources` must name two corpora or more, got 1"),
     (["tokenize", "x", "out", "--max-length", "1"], "--max-length must be in 2..2^20"),
     (["show", "nothing"], "nothing is not a corpus folder: it has no corpus.json"),
     (["show", "nothing", "--rows", "-1"], "--rows must be at least 0, got -1"),
@@ -185,7 +186,9 @@ def test_another_tokenizer_is_refused(capsys, chat_target, tmp_path):
     assert "was made for a vocabulary of 50 tokens, the tokenizer of" in err
 
 
-@pytest.mark.parametrize("name", ["", "synthesize", "regenerate", "tokenize", "show"])
+@pytest.mark.parametrize(
+    "name", ["", "synthesize", "regenerate", "tokenize", "join", "show"]
+)
 def test_help_has_examples(capsys, name):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["data", *([name] if name else []), "--help"])
