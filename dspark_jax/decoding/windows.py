@@ -122,7 +122,9 @@ def allocate(
     """
     batch, length = survival.shape
     alive = jnp.where(jnp.isfinite(survival), survival, 0.0).astype(jnp.float32)
-    alive = jnp.maximum(jax.lax.cummin(alive, axis=1), 0.0)
+    # Some devices take numbers below the normal ones for 0, so all of them do here.
+    alive = jnp.where(alive < jnp.finfo(jnp.float32).tiny, 0.0, alive)
+    alive = jax.lax.cummin(alive, axis=1)
     # In the order of ties: all first slots, then all second ones.
     flat = alive.T.reshape(-1)  # [K * B]
     budget = jnp.clip(jnp.asarray(budget, jnp.int32), 0, batch * length)

@@ -59,8 +59,9 @@ def budget(
     """The realisable number of drafts with the highest predicted throughput.
 
     Compares τ(bucket) / seconds(bucket) over the buckets, where τ is B plus the highest
-    survivals that fit, and B / plain_seconds. A shortened window is chosen only if it
-    beats both full windows and no draft by `margin`; a tie goes to fewer tokens.
+    survivals that fit, and B / plain_seconds. Shortened windows are chosen only if they
+    beat both full windows and no draft by `margin`. Ties go to no draft, then to full
+    windows, then to fewer tokens.
 
     Args:
       past: of the B requests of this step, from `ConfidenceRelay.read`.

@@ -16,7 +16,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-MAX_PROBES = 4096  # of one axis; a table with more is damaged
+# More than these is a damaged table.
+MAX_PROBES = 4096  # of one axis
+MAX_SIZE = 2**40  # requests or tokens
+MAX_SECONDS = 1e9
 
 
 class Surface(Protocol):
@@ -82,6 +85,11 @@ class TokenCurve:
     def __post_init__(self):
         check_probes("packed_tokens", self.packed_tokens)
         check_seconds("step_seconds", self.step_seconds, (len(self.packed_tokens),))
+        if type(self.max_tokens) is not int or self.max_tokens > MAX_SIZE:
+            raise ValueError(
+                "`max_tokens` must be an integer of at most 2**40, got "
+                f"{shortened(self.max_tokens)}"
+            )
         if self.max_tokens < self.packed_tokens[-1]:
             raise ValueError(
                 "`max_tokens` must be at least the last probe, "
@@ -120,14 +128,15 @@ class Additive:
     repair: float = dataclasses.field(init=False)
 
     def __post_init__(self):
-        if not 0 < self.bias_seconds < float("inf"):
+        if not _is_finite(self.bias_seconds) or self.bias_seconds <= 0:
             raise ValueError(
-                f"`bias_seconds` must be positive and finite, got {self.bias_seconds}"
+                "`bias_seconds` must be positive and finite, got "
+                f"{shortened(self.bias_seconds)}"
             )
-        if not 0 <= self.context_seconds < float("inf"):
+        if not _is_finite(self.context_seconds) or self.context_seconds < 0:
             raise ValueError(
                 "`context_seconds` must be finite and at least 0, got "
-                f"{self.context_seconds}"
+                f"{shortened(self.context_seconds)}"
             )
         repair = 0.0
         for axis, name in (
@@ -172,8 +181,11 @@ class Plane:
     repair: float = dataclasses.field(init=False)
 
     def __post_init__(self):
-        if self.requests < 1:
-            raise ValueError(f"`requests` must be at least 1, got {self.requests}")
+        if type(self.requests) is not int or self.requests < 1:
+            raise ValueError(
+                "`requests` must be an integer of at least 1, got "
+                f"{shortened(self.requests)}"
+            )
         check_probes("packed_tokens", self.packed_tokens)
         check_probes("context_tokens", self.context_tokens, low=0)
         shape = (len(self.packed_tokens), len(self.context_tokens))
@@ -189,9 +201,9 @@ class Plane:
         """Seconds, float64 of the shape of `packed_tokens`."""
         rows = np.asarray(self.step_seconds)
         at, share = _bracket(context_tokens, self.context_tokens)
-        column = rows[:, at] + share * (
-            rows[:, min(at + 1, rows.shape[1] - 1)] - rows[:, at]
-        )
+        low, high = rows[:, at], rows[:, min(at + 1, rows.shape[1] - 1)]
+        # Slopes of different rows may cross beyond the last probe: keep their order.
+        column = np.maximum.accumulate(low + share * (high - low))
         return interpolate(packed_tokens, self.packed_tokens, column)
 
 
@@ -287,9 +299,10 @@ def check_probes(name: str, probes: Sequence[int], low: int = 1) -> None:
         raise ValueError(
             f"`{name}` must have 1 to {MAX_PROBES} probes, got {len(probes)}"
         )
-    if not all(type(probe) is int and probe >= low for probe in probes):
+    if not all(type(probe) is int and low <= probe <= MAX_SIZE for probe in probes):
         raise ValueError(
-            f"`{name}` must hold integers of at least {low}, got {shortened(probes)}"
+            f"`{name}` must hold integers of at least {low} and at most 2**40, got "
+            f"{shortened(probes)}"
         )
     if any(a >= b for a, b in itertools.pairwise(probes)):
         raise ValueError(
@@ -308,8 +321,7 @@ def check_seconds(
             f"`{name}` must have one value a probe, {shape}, got {shortened(values)}"
         )
     for value in (value for row in rows for value in row):
-        is_number = type(value) in (int, float) and value < float("inf")
-        if not is_number or not (value > 0 or (may_be_zero and value == 0)):
+        if not _is_finite(value) or value < 0 or (value == 0 and not may_be_zero):
             rule = "at least 0" if may_be_zero else "positive"
             raise ValueError(
                 f"`{name}` must hold finite numbers, {rule}, got {shortened(value)}"
@@ -320,6 +332,11 @@ def shortened(value: Any) -> str:
     """The value's text, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_finite(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= MAX_SECONDS
 
 
 def _bracket(at: float, probes: Sequence[int]) -> tuple[int, float]:

@@ -114,6 +114,8 @@ def allocate(survival: np.ndarray, budget: int) -> np.ndarray:
     if budget < 0:
         raise ValueError(f"`budget` must be at least 0, got {budget}")
     alive = np.where(np.isfinite(survival), survival, np.float32(0))
+    # Devices take numbers below the normal ones for 0.
+    alive = np.where(alive < np.finfo(np.float32).tiny, np.float32(0), alive)
     alive = np.minimum.accumulate(alive, axis=1)
     winners = _ranking(alive)[:budget]
     return np.bincount(winners % len(alive), minlength=len(alive)).astype(np.int32)

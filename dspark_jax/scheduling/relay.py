@@ -86,24 +86,24 @@ class ConfidenceRelay:
             step's drafts: a numpy array, or a device array with `is_ready()`, whose
             copy to the host the caller has started (`copy_to_host_async`).
         """
-        slots = self._check_slots(slots)
+        rows = self._check_slots(slots)
         if step <= self._newest:
             raise ValueError(
                 f"`step` must be above the last published one, {self._newest}, got "
                 f"{step}"
             )
-        if len(np.unique(slots)) != len(slots):
-            raise ValueError(f"`slots` must name no slot twice, got {slots.tolist()}")
+        if len(np.unique(rows)) != len(rows):
+            raise ValueError(f"`slots` must name no slot twice, got {rows.tolist()}")
         length = self._confidence.shape[1]
         shape = tuple(confidence.shape)
-        if len(shape) != 2 or shape[0] < len(slots) or shape[1] != length:
+        if len(shape) != 2 or shape[0] < len(rows) or shape[1] != length:
             raise ValueError(
-                f"`confidence` must have shape (n, K) = ({len(slots)}, {length}), or "
+                f"`confidence` must have shape (n, K) = ({len(rows)}, {length}), or "
                 f"more rows, got {shape}"
             )
         self._newest = step
-        generation = self._generation[slots]
-        self._ring.append(_Published(step, slots, generation, confidence))
+        generation = self._generation[rows]
+        self._ring.append(_Published(step, rows, generation, confidence))
 
     def read(self, step: int, slots: Sequence[int]) -> PastConfidence:
         """What is known, when `step` is planned, of the requests that hold `slots`.
@@ -111,13 +111,13 @@ class ConfidenceRelay:
         Never waits: a row that has not arrived yet leaves the one before in its place,
         and a request without any is not known.
         """
-        slots = self._check_slots(slots)
+        rows = self._check_slots(slots)
         self._take_arrived(step - self.lag)
-        is_known = self._known_generation[slots] == self._generation[slots]
-        is_known &= self._origin[slots] <= step - self.lag
-        confidence = np.where(is_known[:, None], self._confidence[slots], 1.0)
+        is_known = self._known_generation[rows] == self._generation[rows]
+        is_known &= self._origin[rows] <= step - self.lag
+        confidence = np.where(is_known[:, None], self._confidence[rows], 1.0)
         confidence.flags.writeable = False
-        origin = np.where(is_known, self._origin[slots], -1)
+        origin = np.where(is_known, self._origin[rows], -1)
         past = object.__new__(PastConfidence)
         past.confidence = confidence
         past.is_known = is_known
