@@ -39,9 +39,7 @@ class RowLayout(flax.struct.PyTreeNode):
         return packed.at[self.rows].get(mode="fill", fill_value=fill)
 
 
-def make_layout(
-    counts: Int[Array, "N"], num_rows: int, max_window: int
-) -> RowLayout:
+def make_layout(counts: Int[Array, "N"], num_rows: int, max_window: int) -> RowLayout:
     """The layout that packs counts[n] rows of every window, in order.
 
     Args:
@@ -118,14 +116,16 @@ class PagedCache(flax.struct.PyTreeNode):
             )
         else:
             request = self.layout.request
-        page = self.table.at[request, flat // page_size].get(
-            mode="fill", fill_value=-1
-        )
+        page = self.table.at[request, flat // page_size].get(mode="fill", fill_value=-1)
         # Out of bounds is dropped; -1 must be moved there, since it would wrap around.
         page = jnp.where((flat < 0) | (page < 0), num_pages, page)
         row = jnp.maximum(flat, 0) % page_size
         keys, values = (
-            (*items[:layer], _scatter(items[layer], page, row, new), *items[layer + 1 :])
+            (
+                *items[:layer],
+                _scatter(items[layer], page, row, new),
+                *items[layer + 1 :],
+            )
             for items, new in ((self.pool.keys, key), (self.pool.values, value))
         )
         return self.replace(pool=PagePool(keys=keys, values=values))
@@ -162,7 +162,7 @@ class PagedCache(flax.struct.PyTreeNode):
         return self.layout.pack(out, 0)[None], cache
 
     def context(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [N, G, C, E] of one layer; values from `num_keys` on are 0."""
+        """Keys and values [N, G, C, E] of a layer; values from `num_keys` on are 0."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         return _gather(keys, self.table), _gather_until(
             values, self.table, self.num_keys

@@ -225,9 +225,7 @@ def _target_tokens(
         tokens = sampling.draw(logits, row, settings.temperature[request], gumbel)
         return layout.unpack(tokens, 0)
     offset = jnp.arange(1, logits.shape[1] + 1, dtype=jnp.int32)[None]
-    gumbel = noise.token_gumbel(
-        key, anchor_position[:, None] + offset, ids[None, None]
-    )
+    gumbel = noise.token_gumbel(key, anchor_position[:, None] + offset, ids[None, None])
     return sampling.draw(logits, row, settings.temperature[:, None], gumbel)
 
 

@@ -4,6 +4,7 @@ Both sides name columns; floats travel as their bits.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,11 @@ class Columns:
             start += width
         raise KeyError(name)
 
-    def of(self, array, name: str):
+    def of(self, array: Any, name: str) -> Any:
         """The columns of `name` [rows, width], of a numpy or a JAX array."""
         return array[..., self.at(name)]
 
-    def one(self, array, name: str):
+    def one(self, array: Any, name: str) -> Any:
         """A column of width 1, [rows]."""
         return array[..., self.at(name).start]
 

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.serving.batching import Bucket
+from dspark_jax.serving.engine_config import EngineConfig
+from dspark_jax.serving.results import DispatchedStep, RoundCounts
 
 
 class Recorder:
@@ -36,41 +38,38 @@ class Recorder:
         self.wait_seconds = 0.0
 
     def add_step(
-        self,
-        name: str,
-        *,
-        seconds: float,
-        predicted: float | None,
-        requests: tuple[int, int],
-        rows: tuple[int, int],
+        self, step: DispatchedStep, config: EngineConfig, seconds: float
     ) -> None:
-        """One step of the program `name`; `requests` and `rows` are (used, shape)."""
+        """One step of one program, and the time it took."""
+        if step.bucket is None:
+            name, requests = "prefill", config.prefill_groups
+            rows = requests * config.chunk
+        else:
+            name, requests = step_name(step.bucket), step.bucket.requests
+            rows = config.rounds_per_step * step.bucket.tokens
         counts = self.steps.setdefault(name, _StepCounts())
         counts.num_steps += 1
         counts.seconds += seconds
-        counts.requests += requests[0]
-        counts.request_places += requests[1]
-        counts.rows += rows[0]
-        counts.row_places += rows[1]
-        if predicted is not None:
+        counts.requests += len(step.rows)
+        counts.request_places += requests
+        counts.rows += step.num_fed
+        counts.row_places += rows
+        if step.plan is not None and step.plan.seconds is not None:
+            predicted = config.rounds_per_step * step.plan.seconds
             counts.num_predicted += 1
             counts.predicted_seconds += predicted
             counts.real_seconds += seconds
             counts.error_seconds += abs(predicted - seconds)
 
-    def add_rounds(
-        self,
-        verify_length: np.ndarray,
-        num_accepted: np.ndarray,
-        accepted_sum: np.ndarray,
-        confidence: np.ndarray,
-    ) -> None:
-        """Speculative rounds of some requests: [B], [B], [B] and [B, K]."""
+    def add_rounds(self, counts: RoundCounts, rows: list[int]) -> None:
+        """A speculative round of the requests in these rows."""
+        verify_length = counts.verify_length[rows]
+        num_accepted = counts.num_accepted[rows]
         slots = np.arange(self._draft_length)[None]
-        self.num_rounds += len(verify_length)
+        self.num_rounds += len(rows)
         self.num_verified += int(verify_length.sum())
         self.num_accepted += int(num_accepted.sum())
-        self.accepted_sum += int(accepted_sum.sum())
+        self.accepted_sum += int(counts.accepted_sum[rows].sum())
         self.window_counts += np.bincount(
             verify_length, minlength=len(self.window_counts)
         )
@@ -78,7 +77,7 @@ class Recorder:
         reached = slots < np.minimum(verify_length, num_accepted + 1)[:, None]
         self.num_reached_at += reached.sum(0)
         self.accepted_at += (slots < num_accepted[:, None]).sum(0)
-        self.confidence_at += np.where(reached, confidence, 0).sum(0)
+        self.confidence_at += np.where(reached, counts.confidence[rows], 0).sum(0)
 
     def report(self, **present: Any) -> dict[str, Any]:
         """All of it as plain numbers, for JSON; `present` is what the engine adds."""

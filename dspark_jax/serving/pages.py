@@ -1,14 +1,12 @@
-"""The free list of a pool's pages, and who holds which.
+"""The free list of a pool's pages.
 
 A page belongs to one request at a time. Sharing (a prefix cache) would count holders
 here; page tables and programs would not change.
 """
 
-import numpy as np
-
 
 class PageAllocator:
-    """Hands out pages by number, lowest first."""
+    """Hands out pages by number."""
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
@@ -28,12 +26,4 @@ class PageAllocator:
         """Frees `pages` and empties the list."""
         self._free.extend(reversed(pages))
         pages.clear()
-        if len(self._free) > self.num_pages:
-            raise AssertionError("a page was given back twice")
-
-
-def table_of(pages: list[int], width: int) -> np.ndarray:
-    """A row of the page table, int32 [M]; -1 where there is no page."""
-    row = np.full((width,), -1, np.int32)
-    row[: len(pages)] = pages
-    return row
+        assert len(self._free) <= self.num_pages, "a page was given back twice"

@@ -154,6 +154,8 @@ def speculative_rounds(
     num_rows: int,
 ) -> tuple[SlotState, Int[Array, "n R Y"]]:
     """Drafts, verifies `num_rows` packed rows and commits; `slots` is donated."""
+    drafter = spec.drafter
+    assert drafter is not None
     slot = spec.round_control.one(control, "slot")
     width = spec.draft_length + 1
     decode = _rows_of(slots, slot, spec.round_control.of(control, "table"))
@@ -167,7 +169,7 @@ def speculative_rounds(
             decode.replace(drafter_state=context),
             target=spec.target,
             target_params=params.target,
-            drafter=spec.drafter,
+            drafter=drafter,
             drafter_params=params.drafter,
             settings=settings,
             options=spec.options,
@@ -251,7 +253,7 @@ def prefill_chunk(
         tap_layers=() if drafter is None else drafter.config.tap_layers,
     )
     slots = slots.replace(target_pool=cache.pool)
-    if drafter is not None:
+    if drafter is not None and slots.draft_pool is not None:
         context = drafter.observe(
             params.drafter, slots.draft_pool.view(table), tokens, positions, taps
         )
@@ -272,6 +274,22 @@ def prefill_chunk(
         tokens=_tokens_from(decode, before, 1),
     )
     return _store(slots, drawing, decode), result[None]
+
+
+@functools.partial(jax.jit, donate_argnames="slots")
+def fill_slots(slots: SlotState, length: Int[Array, ""]) -> SlotState:
+    """All slots running with `length` known tokens of nothing; `slots` is donated.
+
+    For measuring only: caches keep what they hold, zeros in a fresh state.
+    """
+    capacity = slots.tokens.shape[1]
+    return slots.replace(
+        tokens=jnp.zeros_like(slots.tokens),
+        lengths=jnp.full_like(slots.lengths, length),
+        limits=jnp.full_like(slots.limits, capacity),
+        finish=jnp.full_like(slots.finish, RUNNING),
+        stop_tokens=jnp.full_like(slots.stop_tokens, -1),
+    )
 
 
 def _admit(
