@@ -1,7 +1,9 @@
 """`dspark profile`: what the steps of a serving engine cost on this device."""
 
 import argparse
+import dataclasses
 import json
+import logging
 import pathlib
 import time
 from typing import TYPE_CHECKING, Any
@@ -109,6 +111,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="times of each shape; the median counts (default %(default)s)",
     )
+    add(
+        "--fastest",
+        action="store_true",
+        help="the fastest time counts: for a machine that others use too",
+    )
     options.add_models(parser)
     add = parser.add_argument_group("output").add_argument
     add("--output", metavar="FILE", help="write the cost table there, as JSON")
@@ -158,7 +165,9 @@ def run(arguments: argparse.Namespace) -> int:
             f"compiled {engine.num_programs} programs in {warm_up_seconds:.1f} s, "
             f"measured {len(measured)} steps {arguments.repeats} times"
         )
-        costs = profile.make_costs(measured, _info(arguments, loaded, engine))
+        costs = profile.make_costs(
+            measured, _info(arguments, loaded), is_fastest=arguments.fastest
+        )
         result = _result(arguments, costs, measured)
         result["warm_up_seconds"] = warm_up_seconds
         result["seconds"] = time.perf_counter() - begin
@@ -212,35 +221,39 @@ def _engine(
     from dspark_jax import serving
 
     (drafter,) = loaded.drafters
-    return serving.Engine(
-        loaded.target,
-        loaded.target_params,
-        drafter.drafter,
-        drafter.params,
-        config=serving.EngineConfig(
-            mode="compact",
-            num_slots=arguments.slots,
-            max_length=arguments.max_length,
-            page_size=arguments.page_size,
-            rule=arguments.rule,
-            draft_length=arguments.draft_length,
-            candidates=arguments.candidates,
-            buckets=None
-            if buckets is None
-            else tuple(serving.Bucket(r, t) for r, t in buckets),
-            sampling_fields=() if arguments.greedy else ("temperature",),
-        ),
+    shapes = None
+    if buckets is not None:
+        shapes = tuple(serving.Bucket(*bucket) for bucket in buckets)
+    settings = serving.EngineConfig(
+        mode="compact",
+        num_slots=arguments.slots,
+        max_length=arguments.max_length,
+        page_size=arguments.page_size,
+        rule=arguments.rule,
+        draft_length=arguments.draft_length,
+        candidates=arguments.candidates,
+        buckets=shapes,
+        sampling_fields=() if arguments.greedy else ("temperature",),
     )
+    models = loaded.target, loaded.target_params, drafter.drafter, drafter.params
+    logger = logging.getLogger("dspark_jax.serving.planning")
+    logger.addFilter(_nothing)  # it has no costs: that is why it is measured
+    try:
+        return serving.Engine(*models, config=settings)
+    finally:
+        logger.removeFilter(_nothing)
 
 
-def _info(
-    arguments: argparse.Namespace, loaded: "Loaded", engine: "Engine"
-) -> dict[str, Any]:
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+def _info(arguments: argparse.Namespace, loaded: "Loaded") -> dict[str, Any]:
     """What a table belongs to."""
     from dspark_jax.evaluation import provenance
 
     (drafter,) = loaded.drafters
-    length = engine.config.draft_length or drafter.drafter.config.block_size
+    length = arguments.draft_length or drafter.drafter.config.block_size
     return {
         **provenance.of_machine(),
         "target": pathlib.PurePath(arguments.target).name,
@@ -256,6 +269,7 @@ def _info(
         "page_size": arguments.page_size,
         "steps_per_time": arguments.steps,
         "repeats": arguments.repeats,
+        "statistic": "fastest" if arguments.fastest else "median",
     }
 
 
@@ -263,44 +277,19 @@ def _result(
     arguments: argparse.Namespace, costs: "Costs", measured: "Sequence[Measured]"
 ) -> dict[str, Any]:
     from dspark_jax.scheduling.costs import Grid
+    from dspark_jax.serving import profile
 
-    assert isinstance(costs.drafting, Grid)
     surfaces = [s for s in (costs.drafting, costs.plain) if isinstance(s, Grid)]
+    additive, worst = profile.additive_model(surfaces[0])
     return {
         "command": "profile",
         **costs.info,
         "steps": [step._asdict() for step in measured],
         # How much noise had to be taken out of the table, relative.
         "repair": max(surface.repair for surface in surfaces),
-        "additive": _additive(measured),
+        # The first-order model of the speculative steps, and how far it is from them.
+        "additive": {**dataclasses.asdict(additive), "worst_relative_error": worst},
         "output": arguments.output,
-    }
-
-
-def _additive(measured: "Sequence[Measured]") -> dict[str, Any]:
-    """The first-order model of the speculative steps, and how far it is from them."""
-    import numpy as np
-
-    from dspark_jax.scheduling import cost_fit
-
-    steps = [step for step in measured if step.is_drafting]
-    columns = [
-        np.array([getattr(step, name) for step in steps])
-        for name in ("requests", "packed_tokens", "context_tokens", "seconds")
-    ]
-    fitted = cost_fit.fit_additive(*columns)
-    errors = [
-        float(fitted.seconds(s.requests, s.packed_tokens, s.context_tokens)) / s.seconds
-        for s in steps
-    ]
-    return {
-        "bias_seconds": fitted.bias_seconds,
-        "requests": list(fitted.requests),
-        "alpha_seconds": list(fitted.alpha_seconds),
-        "packed_tokens": list(fitted.packed_tokens),
-        "theta_seconds": list(fitted.theta_seconds),
-        "context_seconds": fitted.context_seconds,
-        "worst_relative_error": max(abs(error - 1) for error in errors),
     }
 
 
@@ -309,10 +298,18 @@ def _print_table(result: dict[str, Any]) -> None:
     import rich.table
 
     table = rich.table.Table(
-        title=f"steps of {result['target']} with {result['drafter']} on "
+        title=f"ms of the steps of {result['target']} with {result['drafter']} on "
         f"{result['device']}, {result['dtype']}"
     )
-    for name in ("requests", "tokens", "drafts", "context", "ms", "fastest", "slowest"):
+    for name in (
+        "requests",
+        "tokens",
+        "drafts",
+        "context",
+        "median",
+        "fastest",
+        "slowest",
+    ):
         table.add_column(name, justify="right")
     for step in result["steps"]:
         times = (step[name] for name in ("seconds", "fastest", "slowest"))

@@ -244,7 +244,8 @@ def step_costs(path: str | os.PathLike, costs: Costs) -> None:
                     plain = costs.plain_seconds(plane.requests, context)
                     axis.plot([plane.requests], [1e3 * plain], "x", color=color)
             axis.set_ylim(bottom=0)
-            axis.set_title(f"{plane.requests} requests")
+            plural = "" if plane.requests == 1 else "s"
+            axis.set_title(f"{plane.requests} request{plural}")
             axis.set_xlabel("packed tokens")
             axis.legend(fontsize=7)
         axes[0].set_ylabel("ms a step (x: without a draft)")

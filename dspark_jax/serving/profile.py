@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dspark_jax.scheduling.costs import Costs, Grid, Plane
+from dspark_jax.scheduling import cost_fit
+from dspark_jax.scheduling.costs import Additive, Costs, Grid, Plane
 from dspark_jax.serving.engine import Engine
 
 
@@ -71,12 +72,22 @@ def measure_steps(
     ]
 
 
-def make_costs(measured: Sequence[Measured], info: Mapping[str, Any]) -> Costs:
+def make_costs(
+    measured: Sequence[Measured], info: Mapping[str, Any], *, is_fastest: bool = False
+) -> Costs:
     """The cost table of measured steps.
+
+    Args:
+      measured: from `measure_steps`.
+      info: what was measured where; kept in the table.
+      is_fastest: takes the fastest time of each shape, not the median: for a machine
+        that others use too.
 
     Raises:
       ValueError: no step drafts.
     """
+    if is_fastest:
+        measured = [step._replace(seconds=step.fastest) for step in measured]
     drafting = [step for step in measured if step.is_drafting]
     plain = [step for step in measured if not step.is_drafting]
     if not drafting:
@@ -84,6 +95,20 @@ def make_costs(measured: Sequence[Measured], info: Mapping[str, Any]) -> Costs:
     return Costs(
         drafting=_grid(drafting), plain=_grid(plain) if plain else None, info=info
     )
+
+
+def additive_model(grid: Grid) -> tuple[Additive, float]:
+    """The additive model nearest to measured steps, and its worst relative error."""
+    steps = [
+        (plane.requests, tokens, context, seconds)
+        for plane in grid.planes
+        for tokens, row in zip(plane.packed_tokens, plane.step_seconds, strict=True)
+        for context, seconds in zip(plane.context_tokens, row, strict=True)
+    ]
+    requests, tokens, context, seconds = map(np.array, zip(*steps, strict=True))
+    model = cost_fit.fit_additive(requests, tokens, context, seconds)
+    found = [float(model.seconds(*step[:3])) / step[3] for step in steps]
+    return model, max(abs(ratio - 1) for ratio in found)
 
 
 def default_context_lengths(engine: Engine, num_steps: int = 8) -> tuple[int, ...]:

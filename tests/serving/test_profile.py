@@ -89,9 +89,24 @@ def test_the_table():
     assert costs.seconds(4, 12, 220) == pytest.approx(1.875)
     assert costs.plain_seconds(4, 40) == 0.75
     assert costs.info == {"device": "a test"}
+    quickest = [m._replace(fastest=m.seconds / 2) for m in measured]
+    assert profile.make_costs(quickest, {}).seconds(4, 16, 400) == 3.0
+    assert profile.make_costs(quickest, {}, is_fastest=True).seconds(4, 16, 400) == 1.5
     no_plain = profile.make_costs(measured[:5], {})
     assert no_plain.plain is None
     assert no_plain.plain_seconds(4, 40) == 1.0
+
+
+def test_the_additive_model_of_a_table():
+    def step(requests, tokens, context):
+        seconds = 1.0 + 0.1 * requests + 0.01 * tokens + 0.001 * context
+        return Measured(requests, tokens, context, True, seconds, seconds, seconds)
+
+    sizes = ((r, t, r * c) for r in (1, 4) for t in (8, 16) for c in (10, 100))
+    costs = profile.make_costs([step(*size) for size in sizes], {})
+    model, worst = profile.additive_model(costs.drafting)
+    assert worst < 1e-9
+    assert float(model.seconds(4, 12, 200)) == pytest.approx(1.72)
 
 
 def test_default_context_lengths(engine):
