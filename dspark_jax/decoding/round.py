@@ -4,15 +4,19 @@ Invariant. Let a be the anchor's position, the last known token, whose target st
 not computed. Between rounds both caches hold exactly positions 0 .. a-1. A round feeds
 the anchor and l drafts to the target at a .. a+l; the committed ones stay, the rest is
 stale and overwritten before it can be read.
+
+Over paged caches (`paged_cache`) the rows of all windows may be packed into fewer than
+B * W: the same round, with a layout that says whose each row is.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import sampling
+from dspark_jax import paged_cache, sampling
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import commit, prefill, verify, windows
+from dspark_jax.paged_cache import RowLayout
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import (
     FINISH_STOP,
@@ -38,8 +42,20 @@ def speculative_step(
     confidence_threshold: Float[Array, "B"] | None = None,
     confidence_temperatures: Float[Array, "K"] | None = None,
     max_verify_length: Int[Array, "B"] | None = None,
+    budget: Int[Array, ""] | None = None,
+    num_rows: int | None = None,
+    caps_commit: bool = False,
 ) -> tuple[DecodeState, RoundInfo]:
-    """`speculative_round` with arguments already checked and broadcast."""
+    """`speculative_round` with arguments already checked and broadcast.
+
+    Args:
+      budget: drafts that may be verified, of all requests together; decided before this
+        round drafts. The likeliest to be accepted are chosen now.
+      num_rows: static, T: the target is fed T packed rows (its cache, and the
+        drafter's, are paged views) instead of [B, W]. Windows must fit into T.
+      caps_commit: static; the budget limits what is committed, not what is verified:
+        the words are the same, and what the budget cost can be seen.
+    """
     length = options.draft_length or drafter.config.block_size
     anchor_at = state.lengths - 1
     anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)[:, 0]
@@ -66,21 +82,35 @@ def speculative_step(
         max_verify_length=max_verify_length,
     )
     window = jnp.where(is_running, window, 0)
+    allowed = None
+    if budget is not None:
+        allowed = _allocate(window, confidence, budget)
+        window = window if caps_commit else allowed
 
     # Verify: the anchor and the drafts of the window; other rows are padding.
     fed = jnp.concatenate([anchor[:, None], draft.tokens], axis=1)  # [B, W]
     offset = jnp.arange(length + 1, dtype=jnp.int32)[None]
     is_fed = (offset <= window[:, None]) & is_running[:, None]
     positions = jnp.where(is_fed, anchor_at[:, None] + offset, -1)
+    layout, cache = None, state.target_cache
+    if num_rows is not None:
+        counts = jnp.where(is_running, window + 1, 0)
+        layout = paged_cache.make_layout(counts, num_rows, length + 1)
+        cache = cache.replace(layout=layout)
     hidden, taps, cache = target.forward(
         target_params,
-        fed,
-        positions,
-        state.target_cache,
+        _packed(fed, layout, 0),
+        _packed(positions, layout, -1),
+        cache,
         tap_layers=drafter.config.tap_layers,
     )
+    of_rows = jax.tree.map(lambda x: x[:, None], settings)
+    if layout is not None:
+        hidden, cache = hidden[0], cache.replace(layout=None)  # [T, D]
+        request = jnp.minimum(layout.request, fed.shape[0] - 1)
+        of_rows = jax.tree.map(lambda x: x[request], settings)
     logits = target.unembed(target_params, hidden).astype(jnp.float32)
-    rows = sampling.make_row(logits, jax.tree.map(lambda x: x[:, None], settings))
+    rows = sampling.make_row(logits, of_rows)
     verdict = verify.verify(
         state.key,
         anchor_at,
@@ -90,6 +120,8 @@ def speculative_step(
         window,
         settings,
         rule=options.rule,
+        commit_length=allowed if caps_commit else None,
+        layout=layout,
     )
 
     # New token w is draft w, or what follows the accepted ones, if anything does.
@@ -110,7 +142,17 @@ def speculative_step(
     positions = jnp.where(
         offset < num_committed[:, None], anchor_at[:, None] + offset, -1
     )
-    drafter_state = drafter.observe(drafter_params, drafter_state, fed, positions, taps)
+    if layout is not None:
+        drafter_state = drafter_state.replace(layout=layout)
+    drafter_state = drafter.observe(
+        drafter_params,
+        drafter_state,
+        _packed(fed, layout, 0),
+        _packed(positions, layout, -1),
+        taps,
+    )
+    if layout is not None:
+        drafter_state = drafter_state.replace(layout=None)
     num_accepted = jnp.where(is_running, verdict.num_accepted, 0)
     stats = state.stats
     if stats is not None:
@@ -136,18 +178,47 @@ def plain_step(
     target_params: PyTree,
     settings: Sampling,
     stop_tokens: Int[Array, "B n"],
+    drafter: Drafter | None = None,
+    drafter_params: PyTree = None,
 ) -> DecodeState:
-    """One token of plain decoding for every running sequence."""
+    """One token of plain decoding for every running sequence.
+
+    A drafter's context is kept up, so that the next round can be a speculative one.
+    """
     anchor_at = state.lengths - 1
     anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)
     positions = jnp.where(state.is_done, -1, anchor_at)[:, None]
-    hidden, _, cache = target.forward(
-        target_params, anchor, positions, state.target_cache
+    tap_layers = () if drafter is None else drafter.config.tap_layers
+    hidden, taps, cache = target.forward(
+        target_params, anchor, positions, state.target_cache, tap_layers=tap_layers
     )
     state = state.replace(target_cache=cache)
+    if drafter is not None:
+        drafter_state = drafter.observe(
+            drafter_params, state.drafter_state, anchor, positions, taps
+        )
+        state = state.replace(drafter_state=drafter_state)
     return prefill.draw_first(
         state, hidden[:, 0], stop_tokens, target, target_params, settings
     )
+
+
+def _allocate(
+    window: Int[Array, "B"], confidence: Float[Array, "B K"] | None, budget: jax.Array
+) -> Int[Array, "B"]:
+    """The windows' likeliest slots, `budget` of all requests together."""
+    if confidence is None:
+        raise ValueError("a budget needs a drafter with a confidence head")
+    slots = jnp.arange(confidence.shape[1], dtype=jnp.int32)[None]
+    survival = jnp.cumprod(confidence, axis=1)
+    # Slots that cannot be committed must not use up the budget.
+    survival = jnp.where(slots < window[:, None], survival, 0.0)
+    return jnp.minimum(windows.allocate(survival, budget), window)
+
+
+def _packed(dense: jax.Array, layout: RowLayout | None, fill: int) -> jax.Array:
+    """Rows [B, W] as they are, or packed as [1, T]."""
+    return dense if layout is None else layout.pack(dense, fill)[None]
 
 
 def _add(

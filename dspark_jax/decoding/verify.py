@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax import noise, sampling
+from dspark_jax.paged_cache import RowLayout
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import Draft, Row, Verification
 
@@ -42,6 +43,7 @@ def verify(
     *,
     rule: str,
     commit_length: Int[Array, "B"] | None = None,
+    layout: RowLayout | None = None,
 ) -> Verification:
     """Verifies a draft against the target's logits.
 
@@ -57,16 +59,20 @@ def verify(
       rule: "token", "block" or "seeded".
       commit_length: commit at most this many drafts though `verify_length` were
         verified ("cap-accept"): the law is that of a window of this length.
+      layout: the target's rows are packed, `target_logits` [T, V] and `target_row` [T];
+        this says whose they are. None: [B, W, ...].
     """
-    rows = target_logits.shape[1]
+    num_slots = draft.tokens.shape[1]
     target_logits = target_logits.astype(jnp.float32)
     row_is_finite = sampling.has_distribution(target_logits)
+    if layout is not None:
+        row_is_finite = layout.unpack(row_is_finite, True)
     leading = jnp.cumprod(row_is_finite, axis=-1, dtype=jnp.int32)
     leading = jnp.sum(leading, axis=-1, dtype=jnp.int32)
     verify_length = jnp.minimum(verify_length, leading)
     if settings.temperature is None or rule == "seeded":
         tokens = _target_tokens(
-            key, anchor_position, target_logits, target_row, settings
+            key, anchor_position, target_logits, target_row, settings, layout
         )
         is_equal = tokens[:, :-1] == draft.tokens
         num_accepted = _leading(is_equal, verify_length)
@@ -77,9 +83,15 @@ def verify(
             next_token=_take(tokens, num_accepted),
             is_finite=_take(row_is_finite, num_accepted),
         )
-    streams = noise.round_streams(key, anchor_position, rows - 1, noise.ACCEPT)
+    streams = noise.round_streams(key, anchor_position, num_slots, noise.ACCEPT)
     bounds = make_bounds(
-        draft, target_logits, target_row, verify_length, settings, rule=rule
+        draft,
+        target_logits,
+        target_row,
+        verify_length,
+        settings,
+        rule=rule,
+        layout=layout,
     )
     is_passed = bounds.passes(noise.round_uniform(streams))
     num_accepted = count_accepted(is_passed, verify_length, rule=rule)
@@ -88,7 +100,14 @@ def verify(
         window = jnp.minimum(verify_length, commit_length)
         num_accepted = jnp.minimum(num_accepted, window)
     mass = next_token_mass(
-        draft, target_logits, target_row, bounds, num_accepted, window, settings
+        draft,
+        target_logits,
+        target_row,
+        bounds,
+        num_accepted,
+        window,
+        settings,
+        layout=layout,
     )
     ids = jnp.broadcast_to(jnp.arange(mass.shape[-1], dtype=jnp.int32), mass.shape)
     streams = noise.round_streams(key, anchor_position, 1, noise.RESAMPLE)
@@ -121,13 +140,14 @@ def make_bounds(
     settings: Sampling,
     *,
     rule: str,
+    layout: RowLayout | None = None,
 ) -> Bounds:
     """The bounds of the rules "token" and "block" for a draft (see `Bounds`)."""
-    p_drafted = _drafted_probability(draft, target_logits, target_row, settings)
+    p_drafted = _drafted_probability(draft, target_logits, target_row, settings, layout)
     if rule == "token":
         return Bounds(p_drafted, draft.probability, jnp.ones_like(p_drafted))
     return _block_bounds(
-        draft, target_logits, target_row, p_drafted, verify_length, settings
+        draft, target_logits, target_row, p_drafted, verify_length, settings, layout
     )
 
 
@@ -150,12 +170,14 @@ def next_token_mass(
     num_accepted: Int[Array, "B"],
     window: Int[Array, "B"],
     settings: Sampling,
+    *,
+    layout: RowLayout | None = None,
 ) -> Float[Array, "B V"]:
     """The next token's law, up to a factor: p after a whole window, else the residual.
 
     `window` is the number of drafts that could have been committed.
     """
-    p = _row_probability(target_logits, target_row, num_accepted, settings)  # [B, V]
+    p = _row_probability(target_logits, target_row, num_accepted, settings, layout)
     slot = jnp.minimum(num_accepted, draft.tokens.shape[1] - 1)
     q = draft_probability(draft, slot, settings, p.shape[-1])
     residual = jnp.maximum(_take(bounds.weight, slot)[:, None] * p - q, 0.0)
@@ -190,13 +212,20 @@ def _target_tokens(
     logits: jax.Array,
     row: Row,
     settings: Sampling,
+    layout: RowLayout | None,
 ) -> jax.Array:
     """What plain decoding draws at every row of the window, int32 [B, W]."""
     if settings.temperature is None:
-        return row.point
+        return row.point if layout is None else layout.unpack(row.point, 0)
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    if layout is not None:
+        request = jnp.minimum(layout.request, key.shape[0] - 1)
+        position = anchor_position[request] + 1 + layout.offset
+        gumbel = noise.token_gumbel(key[request], position, ids[None])
+        tokens = sampling.draw(logits, row, settings.temperature[request], gumbel)
+        return layout.unpack(tokens, 0)
     offset = jnp.arange(1, logits.shape[1] + 1, dtype=jnp.int32)[None]
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, None]
-    gumbel = noise.token_gumbel(key, anchor_position[:, None] + offset, ids)
+    gumbel = noise.token_gumbel(key, anchor_position[:, None] + offset, ids[None, None])
     return sampling.draw(logits, row, settings.temperature[:, None], gumbel)
 
 
@@ -207,6 +236,7 @@ def _block_bounds(
     p_drafted: jax.Array,
     verify_length: jax.Array,
     settings: Sampling,
+    layout: RowLayout | None,
 ) -> Bounds:
     """Block verification.
 
@@ -229,7 +259,7 @@ def _block_bounds(
         if k < length:
             # One slot at a time: no [B, K, V] array of probabilities is alive.
             slot = jnp.full((batch,), k, jnp.int32)
-            p_next = _row_probability(logits, row, slot, settings)
+            p_next = _row_probability(logits, row, slot, settings, layout)
             q_next = draft_probability(draft, slot, settings, p_next.shape[-1])
             residual = jnp.maximum(weight[:, None] * p_next - q_next, 0.0)
             mass = jnp.sum(residual, axis=-1)
@@ -246,12 +276,21 @@ def _block_bounds(
 
 
 def _drafted_probability(
-    draft: Draft, logits: jax.Array, row: Row, settings: Sampling
+    draft: Draft,
+    logits: jax.Array,
+    row: Row,
+    settings: Sampling,
+    layout: RowLayout | None,
 ) -> jax.Array:
     """p of every drafted token, float32 [B, K]."""
     tokens = draft.tokens[..., None]
-    drafted = jnp.take_along_axis(logits[:, :-1], tokens, axis=-1)  # [B, K, 1]
-    rows = jax.tree.map(lambda x: x[:, :-1], row)
+    if layout is None:
+        drafted = jnp.take_along_axis(logits[:, :-1], tokens, axis=-1)  # [B, K, 1]
+        rows = jax.tree.map(lambda x: x[:, :-1], row)
+    else:
+        at = jnp.minimum(layout.rows[:, :-1], logits.shape[0] - 1)  # [B, K]
+        drafted = logits[at[..., None], tokens]
+        rows = jax.tree.map(lambda x: x[at], row)
     temperature = None
     if settings.temperature is not None:
         temperature = settings.temperature[:, None]
@@ -259,11 +298,19 @@ def _drafted_probability(
 
 
 def _row_probability(
-    logits: jax.Array, row: Row, index: jax.Array, settings: Sampling
+    logits: jax.Array,
+    row: Row,
+    index: jax.Array,
+    settings: Sampling,
+    layout: RowLayout | None,
 ) -> jax.Array:
     """p of one row of the window per request, float32 [B, V]."""
-    chosen = _take(logits, index)
-    row = jax.tree.map(lambda x: _take(x, index), row)
+    if layout is None:
+        chosen = _take(logits, index)
+        row = jax.tree.map(lambda x: _take(x, index), row)
+    else:
+        at = jnp.minimum(_take(layout.rows, index), logits.shape[0] - 1)
+        chosen, row = logits[at], jax.tree.map(lambda x: x[at], row)
     ids = jnp.broadcast_to(jnp.arange(chosen.shape[-1], dtype=jnp.int32), chosen.shape)
     return sampling.probability(chosen, ids, row, settings.temperature)
 

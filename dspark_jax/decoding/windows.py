@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dspark_jax.types import Draft
 
@@ -76,14 +76,72 @@ def window_length(
         slots = jnp.arange(length, dtype=jnp.int32)[None]
         keeps = keeps & (slots < draft.length[:, None])
     # A slot after a drafted stop token would only be verified to be thrown away.
-    is_stop = jnp.any(draft.tokens[..., None] == stop_tokens[:, None], axis=-1)
-    stopped = jnp.cumsum(is_stop.astype(jnp.int32), axis=1) - is_stop.astype(jnp.int32)
-    keeps = keeps & (stopped == 0)
+    keeps = keeps & _before_stop(draft, stop_tokens)
     leading = jnp.cumprod(keeps, axis=1, dtype=jnp.int32)
     window = jnp.sum(leading, axis=1, dtype=jnp.int32)
     if max_verify_length is not None:
         window = jnp.minimum(window, max_verify_length)
     return jnp.clip(window, 0, jnp.maximum(remaining - 1, 0)).astype(jnp.int32)
+
+
+def offered_slots(
+    draft: Draft,
+    remaining: Int[Array, "B"],
+    stop_tokens: Int[Array, "B n"],
+) -> Bool[Array, "B K"]:
+    """Slots worth verifying whatever they cost: a prefix of each request's.
+
+    Those that the drafter offers, up to the first drafted stop token and to
+    `remaining` - 1. Put survival 0 elsewhere before `allocate`, so that no budget is
+    spent on slots that `window_length` would cut.
+    """
+    length = draft.tokens.shape[1]
+    slots = jnp.arange(length, dtype=jnp.int32)[None]
+    offers = slots < (remaining - 1)[:, None]
+    if draft.length is not None:
+        offers = offers & (slots < draft.length[:, None])
+    return offers & _before_stop(draft, stop_tokens)
+
+
+def allocate(
+    survival: Float[Array, "B K"], budget: Int[Array, ""] | int
+) -> Int[Array, "B"]:
+    """Verify lengths: the `budget` slots with the highest survival, over all requests.
+
+    Equal survivals go by slot, then by request; never by anything made of token values.
+    Slot k of a request is compared by its own survival, which the tokens before it
+    decide, and later slots of its block never stand above it: live confidences are
+    allowed, as long as the budget comes from an earlier step (appendix A).
+    A slot whose survival is 0 or not finite is never verified, nor is one after it.
+
+    `dspark_jax.scheduling.planner.allocate` is the reference on the host.
+
+    Args:
+      survival: not increasing along K (a rise is ignored).
+      budget: traced, drafts to verify; below 0 counts as 0.
+    """
+    batch, length = survival.shape
+    alive = jnp.where(jnp.isfinite(survival), survival, 0.0).astype(jnp.float32)
+    # Some devices take numbers below the normal ones for 0, so all of them do here.
+    alive = jnp.where(alive < jnp.finfo(jnp.float32).tiny, 0.0, alive)
+    alive = jax.lax.cummin(alive, axis=1)
+    # In the order of ties: all first slots, then all second ones.
+    flat = alive.T.reshape(-1)  # [K * B]
+    budget = jnp.clip(jnp.asarray(budget, jnp.int32), 0, batch * length)
+    falling = -jax.lax.sort(-flat)
+    last = falling[jnp.maximum(budget - 1, 0)]  # the lowest survival that still wins
+    is_above = flat > last
+    is_level = (flat == last) & (flat > 0)
+    left = budget - jnp.sum(is_above, dtype=jnp.int32)
+    wins = is_above | (is_level & (jnp.cumsum(is_level, dtype=jnp.int32) <= left))
+    return jnp.sum(wins.reshape(length, batch), axis=0, dtype=jnp.int32)
+
+
+def _before_stop(draft: Draft, stop_tokens: Int[Array, "B n"]) -> Bool[Array, "B K"]:
+    """Slots up to the first drafted stop token, that one included."""
+    is_stop = jnp.any(draft.tokens[..., None] == stop_tokens[:, None], axis=-1)
+    stopped = jnp.cumsum(is_stop.astype(jnp.int32), axis=1) - is_stop.astype(jnp.int32)
+    return stopped == 0
 
 
 def _checked(keeps: jax.Array, batch: int) -> jax.Array:

@@ -140,6 +140,48 @@ def survival(
     return np.cumprod(confidence(logits, scale), axis=1)
 
 
+def apply(confidence: np.ndarray, temperatures: Sequence[float]) -> np.ndarray:
+    """Calibrated confidences [n, K], sigmoid(logit(c) / T_k), float64, of raw ones.
+
+    One that is not finite gives 0; 0 and 1 stay what they are.
+
+    >>> apply(np.array([[0.9, 0.5]]), (2.0, 2.0)).round(6).tolist()
+    [[0.75, 0.5]]
+    """
+    raw = np.asarray(confidence, np.float64)
+    if raw.ndim != 2:
+        raise ValueError(f"`confidence` must have shape (n, K), got {raw.shape}")
+    check_length(temperatures, raw.shape[1])
+    raw = np.where(np.isfinite(raw), raw, 0.0)
+    if np.any((raw < 0) | (raw > 1)):
+        raise ValueError("`confidence` must lie in [0, 1]")
+    power = 1 / np.asarray(temperatures, np.float64)[None, : raw.shape[1]]
+    passes, fails = raw**power, (1 - raw) ** power
+    return passes / (passes + fails)
+
+
+def check_fits(
+    calibration: Calibration,
+    *,
+    draft_length: int,
+    rule: str | None = None,
+    temperature: float | None = None,
+) -> None:
+    """Raises ValueError unless a calibration is one for this use, naming what differs.
+
+    Args:
+      draft_length: K; a calibration of more slots serves its first K.
+      rule, temperature: of verification and sampling; compared where both are known.
+    """
+    check_length(calibration.temperatures, draft_length)
+    for name, wanted in (("rule", rule), ("temperature", temperature)):
+        ours = getattr(calibration, name)
+        if ours is not None and wanted is not None and ours != wanted:
+            raise ValueError(
+                f"`calibration` was fitted for {name} {ours!r}, not for {wanted!r}"
+            )
+
+
 def check_length(temperatures: Sequence[float], draft_length: int) -> None:
     """Raises ValueError unless there is a temperature for each of K slots."""
     if len(temperatures) < draft_length:

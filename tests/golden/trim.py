@@ -5,7 +5,8 @@
 All integers of every trace and variant stay; of the tensors, the prefill of every
 trace, three rounds of the first trace, and of each sampled trace the first round and
 the recorded one with the most accepted drafts. Of the tables, masks of accepted
-prefixes become their lengths, and ECEs keep twelve digits.
+prefixes become their lengths, ECEs keep twelve digits, and of the scheduler's the
+steps without early stop and what follows from the rest are left out.
 """
 
 import json
@@ -66,9 +67,37 @@ def trim_tables(source, target):
         "num_accepted": arrays["accept_prefix_mask"].sum(1).tolist(),
         "effective_length": arrays["effective_length"].tolist(),
     }
-    for name, values in (("sts", sts), ("calibration_metrics", metrics)):
+    for name, values in (
+        ("sts", sts),
+        ("calibration_metrics", metrics),
+        (
+            "scheduler",
+            trim_scheduler(json.loads((source / "scheduler.json").read_text())),
+        ),
+    ):
         text = json.dumps(values, separators=(",", ":"))
         (target / f"{name}.json").write_text(text + "\n")
+
+
+def trim_scheduler(table):
+    """Curves as far as they are read; what Algorithm 1 visited as pairs."""
+    cases = []
+    for case in table["cases"]:
+        early = case["early_stop"]
+        slots = sum(map(len, case["confidences"]))
+        cases.append(
+            {
+                "name": case["name"],
+                "confidences": case["confidences"],
+                "sps": case["sps"][: len(case["confidences"]) + slots + 1],
+                "lengths": early["lengths"],
+                "theta_best": early["theta_best"],
+                "visited": [[v["request"], v["position"]] for v in early["visited"]],
+                "visited_theta": [v["theta"] for v in early["visited"]],
+                "no_early_stop": case["no_early_stop"],
+            }
+        )
+    return {"appendix_a": table["appendix_a"], "cases": cases}
 
 
 def main(source):

@@ -239,3 +239,44 @@ def test_too_few_temperatures():
 def test_a_calibration_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SAVED.rule = "token"
+
+
+def test_raw_confidences_are_calibrated_like_their_logits():
+    logits = np.random.default_rng(0).normal(0, 3, (50, 4))
+    temperatures = (0.5, 1.0, 2.0, 7.0, 9.0)  # of more slots than drafted
+    raw = calibration.confidence(logits)
+    np.testing.assert_allclose(
+        calibration.apply(raw, temperatures),
+        calibration.confidence(logits, np.array([temperatures[:4]])),
+        rtol=1e-9,
+    )
+    edge = calibration.apply(np.array([[0.0, 1.0, np.nan, np.inf]]), temperatures)
+    assert edge.tolist() == [[0, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("raw", "temperatures", "message"),
+    [
+        (np.ones(3), (1,) * 3, r"`confidence` must have shape \(n, K\), got \(3,\)"),
+        (np.ones((1, 3)), (1, 1), "must have one value a slot, at least 3, got 2"),
+        (np.full((1, 1), 1.5), (1,), r"`confidence` must lie in \[0, 1\]"),
+        (np.full((1, 1), -0.5), (1,), r"`confidence` must lie in \[0, 1\]"),
+    ],
+)
+def test_bad_confidences(raw, temperatures, message):
+    with pytest.raises(ValueError, match=message):
+        calibration.apply(raw, temperatures)
+
+
+def test_a_calibration_fits_what_it_was_fitted_for():
+    calibration.check_fits(SAVED, draft_length=2, rule="block", temperature=1.0)
+    calibration.check_fits(SAVED, draft_length=1)
+    unknown = Calibration(temperatures=(1.0,))
+    calibration.check_fits(unknown, draft_length=1, rule="token", temperature=0.7)
+    for use, message in (
+        ({"draft_length": 7}, "must have one value a slot, at least 7, got 2"),
+        ({"draft_length": 2, "rule": "token"}, "fitted for rule 'block', not for 'tok"),
+        ({"draft_length": 2, "temperature": 0.7}, "for temperature 1.0, not for 0.7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibration.check_fits(SAVED, **use)

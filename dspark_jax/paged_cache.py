@@ -1,0 +1,222 @@
+"""A key-value cache in pages, for many requests of different lengths.
+
+Position p of a request lies in page `table[p // P]` at row p % P. A page is [G, P, E]:
+the rows of one head are contiguous, as in `kv_cache.DenseCache`, so that one attention
+kernel reads both. The pool is what a program donates; a `PagedCache` is the pool as N
+requests see it, with the methods of a `DenseCache`.
+
+Windows of different lengths are packed: T rows of all requests, one after the other,
+with a `RowLayout` that says whose each row is. A target that is built on
+`cache.attend(layer, q, k, v, positions)` then runs on [1, T] rows unchanged.
+
+Nothing is erased when a page changes hands. A row sees positions up to its own only,
+and values beyond a request's last position count as zero: a stranger's NaN stays his.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dspark_jax import kv_cache, layers
+
+
+class RowLayout(flax.struct.PyTreeNode):
+    """Where the rows of N windows of up to W rows lie among T packed rows."""
+
+    request: jax.Array  # int32 [T], 0..N-1; N = padding
+    offset: jax.Array  # int32 [T], row within its window
+    rows: jax.Array  # int32 [N, W], packed row of each row of a window; T = absent
+
+    def pack(self, dense: Array, fill: Any) -> Array:
+        """Rows [N, W, ...] as packed rows [T, ...]; padding is `fill`."""
+        return dense.at[self.request, self.offset].get(mode="fill", fill_value=fill)
+
+    def unpack(self, packed: Array, fill: Any) -> Array:
+        """Packed rows [T, ...] as rows [N, W, ...]; absent ones are `fill`."""
+        return packed.at[self.rows].get(mode="fill", fill_value=fill)
+
+
+def make_layout(counts: Int[Array, "N"], num_rows: int, max_window: int) -> RowLayout:
+    """The layout that packs counts[n] rows of every window, in order.
+
+    Args:
+      counts: rows of each window, 0..W; their sum must be at most T.
+      num_rows: static, T.
+      max_window: static, W.
+    """
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    starts = ends - counts
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    # All against all: a search would be a loop, which splits a GPU graph.
+    request = jnp.sum(ends[None] <= index[:, None], axis=1, dtype=jnp.int32)
+    start = starts.at[request].get(mode="fill", fill_value=0)
+    slots = jnp.arange(max_window, dtype=jnp.int32)[None]
+    rows = jnp.where(slots < counts[:, None], starts[:, None] + slots, num_rows)
+    return RowLayout(request=request, offset=index - start, rows=rows)
+
+
+class PagePool(flax.struct.PyTreeNode):
+    """All pages of all layers: keys and values [num_pages, G, P, E] a layer."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+
+    @classmethod
+    def create(
+        cls, like: kv_cache.DenseCache, num_pages: int, page_size: int
+    ) -> "PagePool":
+        """An empty pool with the layers, heads and dtypes of a dense cache.
+
+        `like` may be abstract (`jax.eval_shape` of a target's `init_cache`).
+        """
+
+        def pages(leaf: Any) -> jax.Array:
+            _, num_kv_heads, _, width = leaf.shape
+            return jnp.zeros((num_pages, num_kv_heads, page_size, width), leaf.dtype)
+
+        return cls(
+            keys=tuple(pages(leaf) for leaf in like.keys),
+            values=tuple(pages(leaf) for leaf in like.values),
+        )
+
+    def view(self, table: Int[Array, "N M"]) -> "PagedCache":
+        """The pool as the N requests with these page tables see it."""
+        return PagedCache(
+            pool=self, table=table, layout=None, num_keys=_full(table, self.keys[0])
+        )
+
+
+class PagedCache(flax.struct.PyTreeNode):
+    """A pool as N requests see it: a cache of N requests, or of T packed rows.
+
+    Without a layout rows are [N, W, ...]; with one they are packed, [1, T, ...].
+    """
+
+    pool: PagePool
+    table: jax.Array  # int32 [N, M], a page's number; entries beyond the end: any
+    layout: RowLayout | None
+    num_keys: jax.Array  # int32 [N], positions that `context` may be read up to
+
+    @property
+    def capacity(self) -> int:
+        return self.table.shape[1] * self.pool.keys[0].shape[2]
+
+    def write(
+        self, layer: int, key: jax.Array, value: jax.Array, positions: jax.Array
+    ) -> "PagedCache":
+        """Stores rows [.., G, E] at positions [..]; position -1 writes nothing."""
+        num_pages, _, page_size, _ = self.pool.keys[0].shape
+        flat = positions.reshape(-1)  # [T]
+        if self.layout is None:
+            request = jnp.repeat(
+                jnp.arange(positions.shape[0], dtype=jnp.int32), positions.shape[1]
+            )
+        else:
+            request = self.layout.request
+        page = self.table.at[request, flat // page_size].get(mode="fill", fill_value=-1)
+        # Out of bounds is dropped; -1 must be moved there, since it would wrap around.
+        page = jnp.where((flat < 0) | (page < 0), num_pages, page)
+        row = jnp.maximum(flat, 0) % page_size
+        keys, values = (
+            (
+                *items[:layer],
+                _scatter(items[layer], page, row, new),
+                *items[layer + 1 :],
+            )
+            for items, new in ((self.pool.keys, key), (self.pool.values, value))
+        )
+        return self.replace(pool=PagePool(keys=keys, values=values))
+
+    def attend(
+        self,
+        layer: int,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, "PagedCache"]:
+        """Writes the rows, then attends causally: a row sees positions up to its own.
+
+        Args:
+          layer: 0-based.
+          query: [N, W, H, E], or packed [1, T, H, E]; key, value: [.., G, E].
+          positions: int32 [N, W] or [1, T]; -1 = padding.
+
+        Returns:
+          Attention output, as the query, and the cache with the rows written.
+        """
+        cache = self.write(layer, key, value, positions)
+        keys, values = cache.pool.keys[layer], cache.pool.values[layer]
+        if self.layout is None:
+            return attend_pages(query, keys, values, self.table, positions), cache
+        out = attend_pages(
+            self.layout.unpack(query[0], 0),
+            keys,
+            values,
+            self.table,
+            self.layout.unpack(positions[0], -1),
+        )
+        return self.layout.pack(out, 0)[None], cache
+
+    def context(self, layer: int) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [N, G, C, E] of a layer; values from `num_keys` on are 0."""
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        return _gather(keys, self.table), _gather_until(
+            values, self.table, self.num_keys
+        )
+
+
+@jax.jit  # traced once for all layers
+def attend_pages(
+    query: Float[Array, "N W H E"],
+    keys: Float[Array, "pages G P E"],
+    values: Float[Array, "pages G P E"],
+    table: Int[Array, "N M"],
+    positions: Int[Array, "N W"],
+) -> Float[Array, "N W H E"]:
+    """Attention of N windows over their pages; a row sees positions up to its own.
+
+    One layer's M pages of every request are gathered at a time: N * M * P positions, so
+    that the table's width bounds memory and work. Windows are attended W rows wide also
+    where fewer are real: rows are cheap, the context is read once a request.
+    """
+    index = jnp.arange(table.shape[1] * keys.shape[2], dtype=jnp.int32)
+    visible = index[None, None, None] <= positions[:, None, :, None]  # [N, 1, W, C]
+    last = jnp.max(positions, axis=1)
+    segment = (_gather(keys, table), _gather_until(values, table, last + 1), visible)
+    return layers.grouped_attention(query[:, None], [segment])[:, 0]
+
+
+@jax.jit
+def _gather(pages: jax.Array, table: jax.Array) -> jax.Array:
+    """The pages of every request in order, [N, G, M * P, E]."""
+    num_pages, num_kv_heads, page_size, width = pages.shape
+    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
+    index = jnp.clip(table, 0, num_pages - 1)[:, None] * num_kv_heads + heads
+    # One gather makes the layout that attention wants: no transposed copy follows.
+    flat = pages.reshape(num_pages * num_kv_heads, page_size, width)
+    return flat[index].reshape(table.shape[0], num_kv_heads, -1, width)
+
+
+@jax.jit
+def _gather_until(pages: jax.Array, table: jax.Array, end: jax.Array) -> jax.Array:
+    """`_gather`, zero from position `end` on: a weight of 0 times NaN would be NaN."""
+    gathered = _gather(pages, table)
+    index = jnp.arange(gathered.shape[2], dtype=jnp.int32)
+    is_known = index[None] < end[:, None]  # [N, C]
+    return jnp.where(is_known[:, None, :, None], gathered, 0)
+
+
+@jax.jit
+def _scatter(
+    pages: jax.Array, page: jax.Array, row: jax.Array, new: jax.Array
+) -> jax.Array:
+    rows = new.reshape(-1, *new.shape[-2:]).astype(pages.dtype)  # [T, G, E]
+    return pages.at[page, :, row].set(rows, mode="drop")
+
+
+def _full(table: jax.Array, pages: jax.Array) -> jax.Array:
+    return jnp.full(table.shape[:1], table.shape[1] * pages.shape[2], jnp.int32)

@@ -1,0 +1,172 @@
+"""How many drafts a step verifies, from confidences of earlier steps.
+
+A compiled program has a fixed number of packed tokens, so only a few totals can be
+realised, and step times jump between them. `budget` compares all of them, with no early
+stop (paper 5.2). Such a search would bias the output if it saw the block whose fate it
+decides (appendix A): it takes a `PastConfidence`, which only the relay makes and which
+carries the step that it came from.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_jax.scheduling import planner
+from dspark_jax.scheduling.relay import PastConfidence
+
+MARGIN = 0.01  # a predicted gain below it is within what predictions miss by
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What the next step runs, and what that should bring.
+
+    Attributes:
+      num_drafts: drafts to verify over all requests: all that the bucket holds. Hand it
+        to `allocate`.
+      packed_tokens: the bucket; B for a step that drafts nothing.
+      is_drafting: False: run the step without a draft.
+      seconds: predicted duration of the step.
+      expected_tokens: predicted τ summed over requests.
+      throughput: expected_tokens / seconds.
+      full_throughput, plain_throughput: the same for full windows (the largest bucket
+        that they need) and for no draft; NaN where there is no such option.
+    """
+
+    num_drafts: int
+    packed_tokens: int
+    is_drafting: bool
+    seconds: float
+    expected_tokens: float
+    throughput: float
+    full_throughput: float
+    plain_throughput: float
+
+
+def budget(
+    past: PastConfidence,
+    *,
+    step: int,
+    buckets: Sequence[int],
+    seconds: np.ndarray,
+    plain_seconds: float | None = None,
+    margin: float = MARGIN,
+    must_draft: bool = False,
+    max_verify_length: np.ndarray | None = None,
+    other_tokens: int = 0,
+) -> Budget:
+    """The realisable number of drafts with the highest predicted throughput.
+
+    Compares τ(bucket) / seconds(bucket) over the buckets, where τ is B plus the highest
+    survivals that fit, and B / plain_seconds. Shortened windows are chosen only if they
+    beat both full windows and no draft by `margin`. Ties go to no draft, then to full
+    windows, then to fewer tokens.
+
+    Args:
+      past: of the B requests of this step, from `ConfidenceRelay.read`.
+      step: the step being planned; every row of `past` must come from an earlier one.
+      buckets: packed tokens of the compiled speculative programs, strictly increasing.
+        Those that cannot hold B + other_tokens are left out; one must remain.
+      seconds: [n], duration of a whole speculative step at each bucket, draft included.
+      plain_seconds: of a step without a draft; None: there is no such program.
+      must_draft: leaves out the step without a draft (a probe: its confidences show
+        whether drafting pays again).
+      max_verify_length: int [B], what limits leave of each window; None: all of it.
+      other_tokens: packed tokens that are taken by something else (prefill chunks).
+
+    Raises:
+      TypeError: `past` is not a `PastConfidence`.
+      ValueError: it does not lie at least one step back, or a size or cost is out of
+        range.
+    """
+    if not isinstance(past, PastConfidence):
+        raise TypeError(
+            "`past` must be a PastConfidence, which ConfidenceRelay.read makes from "
+            f"earlier steps (live confidences bias the output), got {type(past)}"
+        )
+    if past.newest_step >= step:
+        raise ValueError(
+            f"`past` must lie at least one step before step {step}, got confidences of "
+            f"step {past.newest_step}"
+        )
+    sizes, costs = _check(buckets, seconds, plain_seconds, margin, other_tokens)
+    alive = planner.survival(past.confidence)
+    rows, length = alive.shape
+    if max_verify_length is not None:
+        limits = np.asarray(max_verify_length)
+        if limits.shape != (rows,):
+            raise ValueError(
+                f"`max_verify_length` must have shape (B,) = ({rows},), got "
+                f"{limits.shape}"
+            )
+        alive = np.where(np.arange(length)[None] < limits[:, None], alive, 0.0)
+    fits = sizes >= rows + other_tokens
+    if not fits.any():
+        raise ValueError(
+            f"`buckets` must hold B + other_tokens = {rows + other_tokens} tokens, the "
+            f"largest holds {sizes[-1]}"
+        )
+    sizes, costs = sizes[fits], costs[fits]
+    gains = np.concatenate([[0.0], np.cumsum(np.sort(alive, axis=None)[::-1])])
+    drafts = np.minimum(sizes - rows - other_tokens, rows * length)
+    tokens = rows + gains[drafts]
+    throughput = tokens / costs
+    best = int(np.argmax(throughput))  # the first maximum: fewer tokens
+    full = _full(drafts)
+    plain = float("nan")
+    if plain_seconds is not None:
+        plain = rows / plain_seconds
+    fixed = throughput[full]
+    if not must_draft and plain >= fixed:  # False for NaN
+        fixed = plain
+    if best != full and not throughput[best] > fixed * (1 + margin):
+        best = full
+    is_drafting = must_draft or not plain >= throughput[best]
+    return Budget(
+        num_drafts=int(drafts[best]) if is_drafting else 0,
+        packed_tokens=int(sizes[best]) if is_drafting else rows + other_tokens,
+        is_drafting=is_drafting,
+        seconds=float(costs[best]) if is_drafting else float(plain_seconds or 0.0),
+        expected_tokens=float(tokens[best]) if is_drafting else float(rows),
+        throughput=float(throughput[best]) if is_drafting else plain,
+        full_throughput=float(throughput[full]),
+        plain_throughput=plain,
+    )
+
+
+def _full(drafts: np.ndarray) -> int:
+    """The first bucket that holds all drafts, else the largest."""
+    return int(np.argmax(drafts))
+
+
+def _check(
+    buckets: Sequence[int],
+    seconds: np.ndarray,
+    plain_seconds: float | None,
+    margin: float,
+    other_tokens: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    sizes, costs = np.asarray(buckets), np.asarray(seconds, np.float64)
+    if sizes.ndim != 1 or not len(sizes) or not np.issubdtype(sizes.dtype, np.integer):
+        raise ValueError(f"`buckets` must be integers (n,), n >= 1, got {buckets!r}")
+    if np.any(np.diff(sizes) <= 0) or sizes[0] < 1:
+        raise ValueError(
+            f"`buckets` must be positive and strictly increasing, got {sizes.tolist()}"
+        )
+    if costs.shape != sizes.shape:
+        raise ValueError(
+            f"`seconds` must have one value a bucket, ({len(sizes)},), got "
+            f"{costs.shape}"
+        )
+    given = costs if plain_seconds is None else np.append(costs, plain_seconds)
+    if not np.all((given > 0) & np.isfinite(given)):
+        raise ValueError(
+            "`seconds` and `plain_seconds` must be positive and finite, got "
+            f"{given.tolist()}"
+        )
+    if not 0 <= margin < float("inf"):
+        raise ValueError(f"`margin` must be finite and at least 0, got {margin}")
+    if other_tokens < 0:
+        raise ValueError(f"`other_tokens` must be at least 0, got {other_tokens}")
+    return sizes, costs

@@ -1,0 +1,106 @@
+"""Declared shapes, and which of them a batch runs in.
+
+A step is compiled for a `Bucket`: R requests and T packed rows. A batch runs in the
+smallest R that holds it; rows and requests beyond the real ones are padding, which
+writes nothing. So a steady state never compiles.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """One compiled shape of a step: R requests, T packed rows, anchors included.
+
+    T == R is a plain step: nothing is drafted, every request feeds its anchor.
+    """
+
+    requests: int
+    tokens: int
+
+    def __post_init__(self):
+        for name in ("requests", "tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"Bucket.{name} must be an int, got {value!r}")
+        if not 1 <= self.requests <= self.tokens:
+            raise ValueError(
+                "Bucket.tokens must be at least Bucket.requests >= 1, got "
+                f"{self.tokens} and {self.requests}"
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tokens == self.requests
+
+
+def default_buckets(mode: str, num_slots: int, draft_length: int) -> tuple[Bucket, ...]:
+    """At most 11 shapes: a sixteenth, a quarter and all of the slots, by T.
+
+    "compact" has plain steps, half and full windows, and a quarter at the larger two.
+    """
+    requests = sorted({-(-num_slots // 16), -(-num_slots // 4), num_slots})
+    shapes = set()
+    for rank, r in enumerate(reversed(requests)):
+        if mode in ("plain", "compact"):
+            shapes.add(Bucket(r, r))
+        if mode != "plain":
+            shapes.add(Bucket(r, r * (1 + draft_length)))
+        if mode == "compact":
+            shares = (2, 4) if rank < 2 else (2,)
+            shapes.update(Bucket(r, r * (1 + draft_length // s)) for s in shares)
+    return tuple(sorted(shapes))
+
+
+def check_buckets(
+    buckets: Sequence[Bucket], mode: str, num_slots: int, draft_length: int
+) -> None:
+    """Raises ValueError unless every batch finds a shape that its mode needs."""
+    if not buckets:
+        raise ValueError("buckets must name at least one shape, got ()")
+    largest = max(bucket.requests for bucket in buckets)
+    if largest < num_slots:
+        raise ValueError(
+            f"buckets must have one of at least num_slots = {num_slots} requests, the "
+            f"largest has {largest}"
+        )
+    width = 1 + draft_length
+    for bucket in buckets:
+        if bucket.tokens > bucket.requests * width:
+            raise ValueError(
+                f"{bucket} has more rows than its requests can feed, "
+                f"{bucket.requests} * {width}"
+            )
+    for requests in {bucket.requests for bucket in buckets}:
+        shapes = {b.tokens for b in buckets if b.requests == requests}
+        full = requests if mode == "plain" else requests * width
+        if full not in shapes:
+            raise ValueError(
+                f"buckets must have the shape {Bucket(requests, full)}, which mode "
+                f"{mode!r} needs when nothing is cut"
+            )
+        if mode != "compact" and shapes != {full}:
+            raise ValueError(
+                f"mode {mode!r} runs {Bucket(requests, full)} only, but buckets have "
+                f"{sorted(shapes)} tokens at {requests} requests"
+            )
+
+
+class BucketGrid:
+    """The declared buckets by requests."""
+
+    def __init__(self, buckets: Sequence[Bucket]):
+        self.buckets = tuple(sorted(set(buckets)))
+        self._requests = sorted({bucket.requests for bucket in self.buckets})
+
+    def requests_for(self, count: int) -> int:
+        """The smallest R that holds `count` requests."""
+        return next(r for r in self._requests if r >= count)
+
+    def drafting(self, requests: int) -> list[int]:
+        """T of the speculative shapes with R requests, ascending."""
+        return [b.tokens for b in self.buckets if b.requests == requests < b.tokens]
+
+    def has_plain(self, requests: int) -> bool:
+        return Bucket(requests, requests) in self.buckets

@@ -1,0 +1,114 @@
+"""The engine's declared shapes and choices: all that is static about serving."""
+
+import dataclasses
+from typing import Literal
+
+from dspark_jax import config as config_lib
+from dspark_jax.serving.batching import Bucket
+
+MODES = ("plain", "static", "compact", "cap-accept")
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+MAX_PROGRAMS = 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Shapes and choices of an `Engine`.
+
+    Attributes:
+      num_slots: requests that run at once; others wait.
+      max_length: tokens a request may have, prompt included.
+      page_size: P, positions a page (a power of two; kernels like 64).
+      num_pages: pages of the pool; None takes enough for every slot's `max_length`.
+        With fewer, requests wait, and the youngest is preempted when they run out.
+      mode: "plain" decodes without drafting; "static" verifies every draft; "compact"
+        verifies the drafts that are worth their price; "cap-accept" verifies all and
+        commits what "compact" would: it shows what the budget costs.
+      rule, draft_length, candidates: as in `Speculation`.
+      buckets: the shapes of a step, (requests, packed tokens); None declares a few.
+        tokens == requests is a plain step.
+      chunk, prefill_groups: a prefill step feeds up to `prefill_groups` pieces of up
+        to `chunk` prompt tokens, of one request or of several.
+      sampling_fields: the fields of `Sampling` that requests may set. Each costs time
+        in every step, whoever uses it; () is a greedy engine.
+      max_stop_tokens: stop tokens a request may have.
+      rounds_per_step: rounds that one call of the device runs. More than one spares
+        the host, and delays what it sees: admission, streaming and budgets.
+      dispatch_ahead: steps that may be under way while the host plans the next: 1, or 0
+        to wait for each.
+      probe_every: after a step without drafts, every Nth one drafts all the same, so
+        that there is a way back.
+      margin: what a budget must gain over full windows to be taken (a share).
+      max_waiting: requests that may wait; None: any number.
+    """
+
+    num_slots: int = 16
+    max_length: int = 1024
+    page_size: int = 16
+    num_pages: int | None = None
+    mode: Literal["plain", "static", "compact", "cap-accept"] = "compact"
+    rule: Literal["token", "block", "seeded"] = "token"
+    draft_length: int | None = None
+    candidates: int | None = None
+    buckets: tuple[Bucket, ...] | None = None
+    chunk: int = 64
+    prefill_groups: int = 4
+    sampling_fields: tuple[str, ...] = ("temperature",)
+    max_stop_tokens: int = 4
+    rounds_per_step: int = 1
+    dispatch_ahead: int = 1
+    probe_every: int = 16
+    margin: float = 0.01
+    max_waiting: int | None = None
+
+    def __post_init__(self):
+        config_lib.check_types(self)
+        for name, value, allowed in (
+            ("mode", self.mode, MODES),
+            ("rule", self.rule, config_lib.RULES),
+            ("dispatch_ahead", self.dispatch_ahead, (0, 1)),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        for name in (
+            "num_slots",
+            "max_length",
+            "page_size",
+            "num_pages",
+            "draft_length",
+            "candidates",
+            "chunk",
+            "prefill_groups",
+            "max_stop_tokens",
+            "rounds_per_step",
+            "probe_every",
+            "max_waiting",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.page_size & (self.page_size - 1):
+            raise ValueError(f"page_size must be a power of two, got {self.page_size}")
+        if not 0 <= self.margin < 1:
+            raise ValueError(f"margin must lie in [0, 1), got {self.margin}")
+        for field in self.sampling_fields:
+            if field not in SAMPLING_FIELDS:
+                raise ValueError(
+                    f"sampling_fields must be among {SAMPLING_FIELDS}, got {field!r}"
+                )
+        if self.sampling_fields and "temperature" not in self.sampling_fields:
+            raise ValueError(
+                "sampling_fields must have 'temperature' if it has any, got "
+                f"{self.sampling_fields}"
+            )
+
+    @property
+    def pages_per_slot(self) -> int:
+        """M, the width of a page table."""
+        return -(-self.max_length // self.page_size)
+
+    @property
+    def total_pages(self) -> int:
+        if self.num_pages is None:
+            return self.num_slots * self.pages_per_slot
+        return self.num_pages

@@ -1,0 +1,153 @@
+"""Which bucket a round runs in, and how many drafts it verifies.
+
+Prices come from a cost table, promises from confidences at least two steps old
+(`scheduling.relay`). Without a table every window is full.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_jax.scheduling.budgets import budget
+from dspark_jax.scheduling.costs import Costs
+from dspark_jax.scheduling.online_costs import OnlineCosts
+from dspark_jax.scheduling.relay import ConfidenceRelay
+from dspark_jax.serving.batching import Bucket, BucketGrid, default_buckets
+from dspark_jax.serving.engine_config import EngineConfig
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a round was planned to be."""
+
+    num_drafts: int
+    seconds: float | None  # predicted; None without a cost table
+    context_tokens: int
+
+
+class RoundPlanner:
+    """Plans rounds of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        grid: BucketGrid,
+        draft_length: int,
+        costs: Costs | OnlineCosts | None,
+    ):
+        if costs is not None and not isinstance(costs, Costs | OnlineCosts):
+            raise TypeError(
+                "`costs` must be Costs or OnlineCosts (dspark_jax.scheduling), got "
+                f"{type(costs).__name__}"
+            )
+        self._config = config
+        self._grid = grid
+        self._draft_length = draft_length
+        self._costs = costs
+        self._since_draft = 0
+        self._is_metered = config.mode in ("compact", "cap-accept")
+        self._relay = None
+        if self._is_metered:
+            self._relay = ConfidenceRelay(config.num_slots, draft_length)
+            if costs is None:
+                _logger.warning(
+                    "mode %r without `costs`: every window is full", config.mode
+                )
+        # "cap-accept" commits what "compact" would, whose shapes it does not run.
+        self._shapes = grid
+        if config.mode == "cap-accept":
+            shapes = default_buckets("compact", config.num_slots, draft_length)
+            self._shapes = BucketGrid((*shapes, *grid.buckets))
+
+    def assign(self, slot: int) -> None:
+        """A slot has a new request: what is known of the last one is not his."""
+        if self._relay is not None:
+            self._relay.assign(slot)
+
+    def publish(self, step: int, slots: Sequence[int], confidence: np.ndarray) -> None:
+        """What the drafts of `step` promised, for plans of later steps."""
+        if self._relay is not None and slots:
+            self._relay.publish(step, slots, confidence)
+
+    def plan(
+        self, step: int, slots: Sequence[int], lengths: np.ndarray, limits: np.ndarray
+    ) -> tuple[Bucket, Plan]:
+        """The bucket of this step and its budget.
+
+        Args:
+          step: its number.
+          slots: of the requests that take part.
+          lengths, limits: int [B], known tokens (of steps that were read) and limits.
+        """
+        rows = len(slots)
+        requests = self._grid.requests_for(rows)
+        context = int(lengths.sum())
+        if self._config.mode == "plain":
+            seconds = None
+            if self._costs is not None:
+                seconds = self._costs.plain_seconds(requests, context)
+            return Bucket(requests, requests), Plan(0, seconds, context)
+        full = Bucket(requests, requests * (1 + self._draft_length))
+        whole = rows * self._draft_length
+        if self._costs is None:
+            return full, Plan(whole, None, context)
+        if not self._is_metered:
+            seconds = float(self._costs.seconds(requests, full.tokens, context))
+            return full, Plan(whole, seconds, context)
+        return self._metered(step, slots, requests, full, context, limits - lengths)
+
+    def observe(self, bucket: Bucket, context_tokens: int, seconds: float) -> None:
+        """What a round took, for costs that follow it."""
+        if isinstance(self._costs, OnlineCosts):
+            self._costs.update(
+                bucket.requests,
+                bucket.tokens,
+                context_tokens,
+                seconds,
+                is_drafting=not bucket.is_plain,
+            )
+
+    def cost_drift(self) -> float | None:
+        """How far real steps are from the table, where costs follow them."""
+        return self._costs.drift() if isinstance(self._costs, OnlineCosts) else None
+
+    def _metered(
+        self,
+        step: int,
+        slots: Sequence[int],
+        requests: int,
+        full: Bucket,
+        context: int,
+        remaining: np.ndarray,
+    ) -> tuple[Bucket, Plan]:
+        assert self._relay is not None
+        assert self._costs is not None
+        sizes = [
+            size
+            for size in self._shapes.drafting(self._shapes.requests_for(requests))
+            if size >= requests
+        ]
+        has_plain = self._shapes.has_plain(requests)
+        choice = budget(
+            self._relay.read(step, slots),
+            step=step,
+            buckets=sizes,
+            seconds=self._costs.seconds(requests, np.array(sizes), context),
+            plain_seconds=(
+                self._costs.plain_seconds(requests, context) if has_plain else None
+            ),
+            margin=self._config.margin,
+            must_draft=self._since_draft >= self._config.probe_every,
+            max_verify_length=np.clip(remaining - 1, 0, self._draft_length),
+        )
+        self._since_draft = 0 if choice.is_drafting else self._since_draft + 1
+        plan = Plan(choice.num_drafts, choice.seconds, context)
+        if self._config.mode == "cap-accept":
+            return full, plan
+        if not choice.is_drafting:
+            return Bucket(requests, requests), plan
+        return Bucket(requests, choice.packed_tokens), plan
