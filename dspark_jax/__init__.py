@@ -5,8 +5,8 @@ distribution with a first-order Markov head; the target verifies the block witho
 changing its own distribution, in one pass as well.
 
 Everything public is a name below, and the submodules `testing` (check your own target),
-`training` (train a drafter) and `evaluation` (judge it). A name is imported at its
-first use, so that `import dspark_jax` costs nothing.
+`training` (train a drafter), `evaluation` (judge it) and `serving` (many requests at
+once). A name is imported at its first use, so that `import dspark_jax` costs nothing.
 
 The dimension key of all comments, docstrings and annotations:
 
@@ -21,7 +21,7 @@ import importlib
 import typing
 
 if typing.TYPE_CHECKING:
-    from dspark_jax import evaluation, testing, training
+    from dspark_jax import evaluation, serving, testing, training
     from dspark_jax.config import (
         BlockConfig,
         DecoderConfig,
@@ -90,6 +90,7 @@ __all__ = [
     "make_prompt_lookup",
     "make_target",
     "prefill",
+    "serving",
     "speculative_generate",
     "speculative_round",
     "speculative_rounds",
@@ -97,7 +98,7 @@ __all__ = [
     "training",
 ]
 
-_MODULES = ("evaluation", "testing", "training")
+_MODULES = ("evaluation", "serving", "testing", "training")
 
 _HOMES = {  # the same as the imports above
     "config": (

@@ -23,6 +23,7 @@ ROWS = (  # lowest first
     ),
     ("dspark_jax.noise", "dspark_jax.layers"),
     ("dspark_jax.sampling", "dspark_jax.kv_cache"),
+    ("dspark_jax.paged_cache",),
     ("dspark_jax.targets", "dspark_jax.drafters"),
     ("dspark_jax.interop",),
     ("dspark_jax.drafters.load",),

@@ -11,7 +11,12 @@ import pathlib
 import dspark_jax
 
 SNAPSHOT = pathlib.Path(__file__).with_name("public_api.txt")
-MODULES = ("evaluation", "testing", "training")  # with their own public functions
+MODULES = (
+    "evaluation",
+    "serving",
+    "testing",
+    "training",
+)  # with their own public functions
 
 
 def describe():
@@ -24,7 +29,10 @@ def describe():
         for inner, function in sorted(vars(value).items()):
             home = getattr(function, "__module__", None) or ""
             is_ours = f"{home}.".startswith(f"{value.__name__}.")
-            if inspect.isfunction(function) and is_ours and inner[0] != "_":
+            is_named = inner in getattr(value, "__all__", ())
+            if is_named or (
+                inspect.isfunction(function) and is_ours and inner[0] != "_"
+            ):
                 yield describe_one(f"{name}.{inner}", function)
 
 
@@ -34,7 +42,10 @@ def describe_one(name, value):
     if dataclasses.is_dataclass(value):
         return f"class {name}({', '.join(f.name for f in dataclasses.fields(value))})"
     if inspect.isclass(value):
-        return f"class {name}({', '.join(value._fields)})"
+        members = getattr(value, "_fields", None)
+        if members is None:  # a class with methods
+            members = [member for member in vars(value) if member[0] != "_"]
+        return f"class {name}({', '.join(members)})"
     return f"{name} = {value!r}"
 
 

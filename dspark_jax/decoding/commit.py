@@ -27,13 +27,14 @@ def commit(
     num_new: Int[Array, "B"],
     is_finite: Bool[Array, "B"],
     stop_tokens: Int[Array, "B n"],
-    target_logits: Float[Array, "B W V"],
+    target_logits: Float[Array, "B W V"] | Float[Array, "T V"],
     target_row: Row,
     settings: Sampling,
 ) -> tuple[DecodeState, Int[Array, "B"]]:
     """Appends new_tokens[b, :num_new[b]] to every running sequence.
 
-    Row w of `target_logits` and `target_row` is the distribution of new token w.
+    Row w of `target_logits` and `target_row` is the distribution of new token w (read
+    only where the state keeps log-probabilities: packed rows, [T, V], have none).
     `is_finite` False: the token after these has none, and a sequence that neither stops
     nor is full with them fails.
 

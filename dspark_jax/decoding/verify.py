@@ -36,7 +36,7 @@ def verify(
     key: jax.Array,
     anchor_position: Int[Array, "B"],
     draft: Draft,
-    target_logits: Float[Array, "B W V"],
+    target_logits: Float[Array, "B W V"] | Float[Array, "T V"],
     target_row: Row,
     verify_length: Int[Array, "B"],
     settings: Sampling,
@@ -134,7 +134,7 @@ class Bounds(NamedTuple):
 
 def make_bounds(
     draft: Draft,
-    target_logits: Float[Array, "B W V"],
+    target_logits: Float[Array, "B W V"] | Float[Array, "T V"],
     target_row: Row,
     verify_length: Int[Array, "B"],
     settings: Sampling,
@@ -164,7 +164,7 @@ def count_accepted(
 
 def next_token_mass(
     draft: Draft,
-    target_logits: Float[Array, "B W V"],
+    target_logits: Float[Array, "B W V"] | Float[Array, "T V"],
     target_row: Row,
     bounds: Bounds,
     num_accepted: Int[Array, "B"],

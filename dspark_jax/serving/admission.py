@@ -1,5 +1,6 @@
 """Checks of what enters the engine: models, and each request's arguments."""
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -51,9 +52,11 @@ def check_models(
 
 def _check_pages(name: str, cache: Any) -> None:
     if not isinstance(cache, kv_cache.DenseCache):
+        is_array = isinstance(cache, jax.ShapeDtypeStruct)
+        kind = "an array" if is_array else f"a {type(cache).__name__}"
         raise TypeError(
-            f"`{name}` cannot be served: what it keeps of past tokens is a "
-            f"{type(cache).__name__}, and the engine can page a DenseCache only"
+            f"`{name}` cannot be served: what it keeps of past tokens is {kind}, and "
+            "the engine can page a DenseCache only"
         )
 
 
@@ -171,6 +174,9 @@ def _token_list(name: str, tokens: Any, vocab_size: int) -> list[int]:
 
 def _key_words(seed: Any) -> np.ndarray:
     """The words of a request's key, int32 [2] (their bits)."""
+    is_small = isinstance(seed, int) and 0 <= seed < 2**31
+    if is_small and jax.config.jax_default_prng_impl == "threefry2x32":
+        return np.array([0, seed], np.int32)  # those of `jax.random.key(seed)`
     if hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         key = seed
     else:
@@ -188,19 +194,39 @@ def _settings(
     sampling: Sampling, target: Target, config: EngineConfig
 ) -> dict[str, int]:
     """The fields of a request's Sampling as int32 (floats as bits)."""
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"`sampling` must be a Sampling, got {type(sampling).__name__}")
+    names = config.sampling_fields
+    values = tuple(getattr(sampling, name) for name in SAMPLING_FIELDS)
+    if all(value is None or isinstance(value, int | float) for value in values):
+        return _known_settings(values, target.config.vocab_size, names)
+    return _checked_settings(sampling, target.config.vocab_size, names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _known_settings(
+    values: tuple[Any, ...], vocab_size: int, names: tuple[str, ...]
+) -> dict[str, int]:
+    sampling = Sampling(**dict(zip(SAMPLING_FIELDS, values, strict=True)))
+    return _checked_settings(sampling, vocab_size, names)
+
+
+def _checked_settings(
+    sampling: Sampling, vocab_size: int, names: tuple[str, ...]
+) -> dict[str, int]:
     checked = check_sampling(sampling, 1)
     settings: dict[str, int] = {}
     for name in SAMPLING_FIELDS:
         value = getattr(checked, name)
-        if name in config.sampling_fields:
+        if name in names:
             if value is None:
-                value = _ABSENT.get(name, target.config.vocab_size)
+                value = _ABSENT.get(name, vocab_size)
             else:
                 value = np.asarray(value)[0]
             settings[name] = int(value) if name == "top_k" else to_bits(value)
         elif value is not None and np.asarray(value)[0] != _ABSENT.get(name):
             raise ValueError(
                 f"`sampling.{name}` must be declared in EngineConfig.sampling_fields, "
-                f"which has {config.sampling_fields}"
+                f"which has {names}"
             )
     return settings

@@ -1,0 +1,148 @@
+"""Nothing compiles after warm-up, and every bucket is declared."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+
+from dspark_jax import serving
+from dspark_jax.scheduling.costs import Costs, TokenCurve
+from dspark_jax.scheduling.online_costs import OnlineCosts
+from dspark_jax.serving import Bucket
+from dspark_jax.serving.batching import check_buckets, default_buckets
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture
+def compilations():
+    """Events of the compiler while the test runs."""
+    events = []
+
+    def listen(event, duration, **kwargs):
+        if event == COMPILED:
+            events.append(kwargs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def curve(*seconds):
+    tokens = (3, 6, 12)[: len(seconds)]
+    return TokenCurve(packed_tokens=tokens, step_seconds=seconds, max_tokens=tokens[-1])
+
+
+def test_nothing_compiles_after_warm_up_in_any_bucket(make_engine, asked, compilations):
+    """Prices change from run to run, so that every shape is the best one once."""
+    jax.jit(lambda x: x * 3)(np.float32(1))
+    assert compilations, "the listener hears nothing"
+    seen = set()
+    for seconds in ((9, 9, 9, 1), (1, 9, 9, 9), (1, 1, 9, 9), (1, 1, 1, 9)):
+        *drafting, plain = (0.001 * s for s in seconds)
+        costs = Costs(drafting=curve(*drafting), plain=curve(plain))
+        engine = make_engine(
+            "compact", num_pages=9, costs=OnlineCosts(costs), probe_every=3
+        )
+        assert engine.num_programs == 4 <= 12
+        engine.warm_up()
+        compilations.clear()
+        handles = [want.submit(engine) for want in asked]
+        engine.run()
+        for handle, want in zip(handles, asked, strict=True):
+            want.check(handle)
+        assert not compilations
+        seen |= set(engine.metrics()["steps"])
+    assert seen == {"prefill", "plain 3x3", "verify 3x6", "verify 3x12"}
+
+
+def test_without_prices_every_window_is_full(make_engine, asked, caplog):
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine("compact", num_pages=9)
+    assert "every window is full" in caplog.text
+    for want in asked[:4]:
+        want.submit(engine)
+    engine.run()
+    assert set(engine.metrics()["steps"]) == {"prefill", "verify 3x12"}
+
+
+def test_dear_drafts_are_probed_every_third_step(make_engine, asked):
+    costs = Costs(drafting=curve(0.9, 0.9, 0.9), plain=curve(0.001))
+    engine = make_engine("compact", num_pages=9, costs=costs, probe_every=3)
+    handle = asked[0].submit(engine)
+    engine.run()
+    asked[0].check(handle)
+    steps = engine.metrics()["steps"]
+    drafting = sum(s["num_steps"] for name, s in steps.items() if "verify" in name)
+    plain = steps["plain 3x3"]["num_steps"]
+    # 1 draft after 3 steps without one.
+    assert drafting == plain // 3 > 0
+    assert handle.num_rounds == drafting
+
+
+def test_metrics_say_what_happened(make_engine, asked):
+    costs = Costs(drafting=curve(0.004, 0.005, 0.006), plain=curve(0.005))
+    engine = make_engine("compact", num_pages=9, costs=OnlineCosts(costs))
+    handles = [want.submit(engine) for want in asked[:12]]
+    assert engine.metrics()["num_waiting"] == 12
+    engine.step()
+    metrics = engine.metrics()
+    assert metrics["num_running"] > 0
+    assert metrics["num_running"] + metrics["num_waiting"] == 12
+    engine.run()
+    metrics = engine.metrics(reset=True)
+    assert metrics["mode"] == "compact"
+    assert metrics["num_running"] == metrics["num_waiting"] == 0
+    assert metrics["num_tokens"] == sum(len(handle.tokens) for handle in handles)
+    for name in ("num_rounds", "num_verified", "num_accepted", "accepted_sum"):
+        if name in metrics:
+            assert metrics[name] == sum(getattr(h, name) for h in handles)
+    rounds = sum(handle.num_rounds for handle in handles)
+    tau = sum(handle.accepted_sum for handle in handles) / rounds
+    assert metrics["accepted_length"] == pytest.approx(tau)
+    verified = sum(handle.num_verified for handle in handles)
+    assert metrics["mean_verify_length"] == pytest.approx(verified / rounds)
+    counts = metrics["verify_length_counts"]
+    assert sum(counts) == rounds
+    assert np.dot(counts, range(4)) == verified
+    calibration = metrics["calibration"]
+    assert calibration["num_reached_at"][0] == rounds - counts[0]
+    assert all(0 <= share <= 1 for share in calibration["observed"])
+    assert abs(calibration["drift"]) < 1
+    for step in metrics["steps"].values():
+        assert step["mean_seconds"] > 0
+        assert 0 < step["row_utilisation"] <= 1
+        assert 0 <= step["request_utilisation"] <= 1
+    assert any(
+        step["predicted_error_share"] is not None for step in metrics["steps"].values()
+    )
+    assert metrics["cost_drift"] > 0
+    assert 0 < metrics["host_share"] <= 1
+    assert engine.metrics()["num_rounds"] == 0
+
+
+def test_steps_can_be_measured(make_engine, asked):
+    engine = make_engine("compact", num_pages=9)
+    for bucket in engine.buckets:
+        assert 0 < engine.measure(bucket, 8, num_steps=2) < 1
+    with pytest.raises(ValueError, match=r"`bucket` must be one of .* got Bucket"):
+        engine.measure(Bucket(1, 1), 8)
+    with pytest.raises(ValueError, match=r"`context_length` must lie in 1\.\.24"):
+        engine.measure(engine.buckets[0], 25, num_steps=2)
+    # It is as new.
+    handle = asked[1].submit(engine)
+    with pytest.raises(serving.EngineError, match="needs an idle engine"):
+        engine.measure(engine.buckets[0], 8)
+    engine.run()
+    asked[1].check(handle)
+
+
+@pytest.mark.parametrize("mode", serving.MODES)
+@pytest.mark.parametrize("num_slots", [1, 2, 16, 64, 255])
+def test_default_buckets_are_few_and_complete(mode, num_slots):
+    for length in (1, 3, 7, 15):
+        buckets = default_buckets(mode, num_slots, length)
+        check_buckets(buckets, mode, num_slots, length)
+        assert len(buckets) + 1 <= 12
+        assert max(bucket.requests for bucket in buckets) == num_slots

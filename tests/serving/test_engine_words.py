@@ -1,0 +1,161 @@
+"""Every request's words are those of plain decoding with its key, whatever happens.
+
+A state machine submits, steps, cancels and waits at random, with few pages, so that
+requests are preempted; the planner takes any bucket it may.
+"""
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import stateful
+from hypothesis import strategies as st
+
+from dspark_jax.serving import Bucket
+from dspark_jax.serving.planning import Plan
+
+CONFIGS = (
+    ("plain", {"page_size": 8, "num_pages": 5, "chunk": 3}),
+    ("static", {"page_size": 2, "num_pages": 20, "prefill_groups": 1}),
+    ("compact", {"page_size": 4, "num_pages": 9}),
+    ("compact", {"num_slots": 2, "rounds_per_step": 2, "dispatch_ahead": 0}),
+    ("cap-accept", {"page_size": 4, "num_pages": 10, "chunk": 5}),
+)
+
+
+def take_any_bucket(engine, random):
+    """Replaces the engine's planner: any bucket that holds the requests."""
+    mode, length = engine.config.mode, engine.draft_length
+
+    def plan(step, slots, lengths, limits):
+        rows = len(slots)
+        bucket = random.choice(engine.buckets)
+        most = min(bucket.tokens - rows, rows * length)
+        if mode == "cap-accept":
+            most = random.randint(0, most)
+        return bucket, Plan(0 if bucket.is_plain else most, None, 0)
+
+    engine._planner.plan = plan
+
+
+def check_bookkeeping(engine, handles):
+    """No page is lost or held twice; slots and pages belong to those that run."""
+    table = engine._slots
+    held = [page for request in table.running for page in request._pages]
+    assert len(held) == len(set(held))
+    assert len(held) + table.pages.num_free == engine.config.total_pages
+    assert set(held).isdisjoint(table.pages._free)
+    slots = [request._slot for request in table.running]
+    assert len(slots) == len(set(slots)) <= engine.config.num_slots
+    alive = [handle for handle in handles if not handle.is_done]
+    assert len(alive) == len(table.running) + len(table.queue)
+
+
+@pytest.mark.parametrize("case", range(len(CONFIGS)))
+def test_words_under_random_arrivals_cancels_and_preemption(case, make_engine, asked):
+    mode, fields = CONFIGS[case]
+    seen = {"preempted": 0, "cancelled": 0, "finished": 0}
+    # Compiled outside of the examples.
+    make_engine(mode, **fields).warm_up()
+
+    class Machine(stateful.RuleBasedStateMachine):
+        @stateful.initialize(random=st.randoms(use_true_random=False))
+        def start(self, random):
+            self.engine = make_engine(mode, **fields)
+            take_any_bucket(self.engine, random)
+            self.handles, self.wants, self.streams = [], [], []
+
+        @stateful.rule(index=st.integers(0, 23), count=st.integers(1, 3))
+        def submit(self, index, count):
+            for _ in range(count):
+                want, stream = asked[index], []
+                self.handles.append(want.submit(self.engine, on_tokens=stream.extend))
+                self.wants.append(want)
+                self.streams.append(stream)
+
+        @stateful.rule(count=st.integers(1, 4))
+        def step(self, count):
+            for _ in range(count):
+                self.engine.step()
+
+        @stateful.precondition(lambda self: self.handles)
+        @stateful.rule(data=st.data())
+        def cancel(self, data):
+            handle = data.draw(st.sampled_from(self.handles))
+            was_done, had = handle.is_done, list(handle.tokens)
+            assert handle.cancel() is not was_done
+            assert handle.tokens == had
+            assert not handle.cancel()
+
+        @stateful.invariant()
+        def bookkeeping(self):
+            if hasattr(self, "engine"):
+                check_bookkeeping(self.engine, self.handles)
+
+        def teardown(self):
+            if not hasattr(self, "engine"):
+                return
+            self.engine.run()
+            check_bookkeeping(self.engine, self.handles)
+            assert self.engine._slots.pages.num_free == self.engine.config.total_pages
+            for handle, want, stream in zip(
+                self.handles, self.wants, self.streams, strict=True
+            ):
+                assert stream == handle.tokens
+                if handle.finish_reason == "cancelled":
+                    assert tuple(handle.tokens) == want.words[: len(handle.tokens)]
+                    seen["cancelled"] += 1
+                else:
+                    want.check(handle)
+                    seen["finished"] += 1
+                seen["preempted"] += handle.num_preemptions
+
+    stateful.run_state_machine_as_test(
+        Machine,
+        settings=hypothesis.settings(
+            max_examples=15,
+            stateful_step_count=30,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        ),
+    )
+    assert seen["cancelled"] > 10
+    assert seen["finished"] > 100
+    assert seen["preempted"] > 10 or "num_pages" not in fields
+
+
+def test_a_thousand_requests_at_once(make_engine, asked):
+    engine = make_engine("compact", num_pages=9)
+    handles = [asked[i % len(asked)].submit(engine) for i in range(1000)]
+    engine.run()
+    for i, handle in enumerate(handles):
+        asked[i % len(asked)].check(handle)
+    metrics = engine.metrics()
+    assert sum(metrics["num_finished"].values()) == 1000
+    assert metrics["num_tokens"] == sum(len(handle.tokens) for handle in handles)
+    assert metrics["num_free_pages"] == 9
+
+
+def test_words_stream_one_by_one(make_engine, asked):
+    engine = make_engine("static")
+    handles = [want.submit(engine) for want in asked[:4]]
+    assert tuple(handles[2].stream()) == asked[2].words
+    engine.run()
+    for handle, want in zip(handles, asked, strict=False):
+        want.check(handle)
+
+
+def test_buckets_of_fewer_requests_are_taken_when_few_run(make_engine, asked):
+    shapes = (Bucket(1, 1), Bucket(1, 4), Bucket(3, 3), Bucket(3, 12))
+    engine = make_engine("compact", buckets=shapes)
+    first = asked[0].submit(engine)
+    while len(first.tokens) < 8:
+        engine.step()
+    handles = [want.submit(engine) for want in asked[1:5]]
+    engine.run()
+    for handle, want in zip([first, *handles], asked, strict=False):
+        want.check(handle)
+    steps = engine.metrics()["steps"]
+    assert steps["verify 1x4"]["num_steps"] > 0
+    assert steps["verify 3x12"]["num_steps"] > 0
+    assert np.isclose(steps["verify 1x4"]["request_utilisation"], 1)
