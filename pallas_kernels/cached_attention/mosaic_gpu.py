@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import _compat, _dispatch
-from pallas_kernels.cached_attention import combine as combine_lib
+from pallas_kernels.cached_attention import mosaic_gpu_combine, tuning
 from pallas_kernels.cached_attention import runs as runs_lib
 from pallas_kernels.cached_attention import schedule as schedule_lib
-from pallas_kernels.cached_attention import tuning
 from pallas_kernels.cached_attention.tuning import MosaicGpuConfig
 
 ROWS = 64  # of a wgmma
@@ -139,7 +138,8 @@ def attend(
         key_tile=config.key_tile,
         window=window,
     )
-    units = spans.num_tiles.shape[0] * kv_heads
+    count = spans.num_tiles.shape[0]
+    units = count * kv_heads
     if config.max_parts == 1:
         workers = min(config.workers, units)
         plan = schedule_lib.whole_units(spans.num_tiles, kv_heads, workers)
@@ -153,8 +153,8 @@ def attend(
         )
         parts = config.max_parts
         out_type = (
-            jax.ShapeDtypeStruct((parts, total, kv_heads, group, width), jnp.float32),
-            jax.ShapeDtypeStruct((parts, units, ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((parts, count, kv_heads, ROWS, width), jnp.float32),
+            jax.ShapeDtypeStruct((parts, count, kv_heads, ROWS), jnp.float32),
         )
     kernel = plgpu.kernel(
         functools.partial(
@@ -202,9 +202,18 @@ def attend(
         shares,
     )
     if config.max_parts > 1:
-        index = jnp.arange(config.max_parts, dtype=jnp.int32)[:, None, None]
-        exists = index < plan.num_parts[None]  # [P, N', G]
-        out = combine_lib.combine(*out, exists, spans, query.dtype)
+        tiles = jnp.concatenate(
+            [spans.first_row[None], spans.num_rows[None], plan.num_parts.T]
+        )
+        out = mosaic_gpu_combine.combine(
+            *out,
+            tiles,
+            total=total,
+            group=group,
+            rows=shape.rows,
+            dtype=query.dtype,
+            interpret=interpret,
+        )
     return out.reshape(total, heads, width)
 
 
@@ -489,20 +498,22 @@ def _compute(
                 total > 0, largest + jnp.log2(total), -jnp.inf
             )
         plgpu.commit_smem()
+        if config.max_parts > 1:
+            place = (unit.part, unit.run, unit.head)
+            used = pl.ds(0, shape.rows * shape.group)
+            plgpu.copy_smem_to_gmem(scratch["out"].at[used], outs[0].at[(*place, used)])
+            plgpu.copy_smem_to_gmem(scratch["sums"], outs[1].at[place])
+            return step
         first_row, num_rows = spans[FIRST_ROW, unit.run], spans[NUM_ROWS, unit.run]
-        target = outs[0] if config.max_parts == 1 else outs[0].at[unit.part]
         for row in range(shape.rows):
 
             @pl.when(row < num_rows)
             def _(row=row):
                 plgpu.copy_smem_to_gmem(
                     scratch["out"].at[pl.ds(row * shape.group, shape.group)],
-                    target.at[first_row + row, unit.head],
+                    outs[0].at[first_row + row, unit.head],
                 )
 
-        if config.max_parts > 1:
-            place = unit.run * shape.kv_heads + unit.head
-            plgpu.copy_smem_to_gmem(scratch["sums"], outs[1].at[unit.part, place])
         return step
 
     jax.lax.fori_loop(0, num_units, compute_unit, jnp.int32(0))
