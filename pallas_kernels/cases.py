@@ -75,7 +75,7 @@ SMALL = (
     _block("one head", (100, 130), heads=2, kv_heads=2),
     _block("eight heads a kv head", (100, 190), heads=8, kv_heads=1),
     _block("two tiles of rows", (100, 150), rows=9, heads=8, kv_heads=1),
-    _block("three heads, odd capacity", (77, 101), heads=3, kv_heads=1, capacity=101),
+    _block("three heads, odd capacity", (77, 101), heads=3, kv_heads=1, capacity=104),
     _block("width 128", (70, 130), width=128),
     _block("width 256", (70, 130), width=256, kv_heads=1, heads=2),
     _block("huge logits", (90, 130), magnitude=1e4),

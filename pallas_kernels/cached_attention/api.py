@@ -1,9 +1,10 @@
 """Attention of a few new rows over a cached context: drafting and verifying.
 
 Both functions read keys and values where they lie in a cache, dense [B, G, C, E] or
-paged [num_pages, G, page, E] with a table int32 [slots, max_pages]: position p of slot s
-is row p % page of page table[s, p // page]. Table entries beyond a slot's keys are never
-read. A row sees the keys before its own `num_keys`; what no row sees may hold anything.
+paged [num_pages, G, page, E] with a table int32 [slots, max_pages]: position p of slot
+s is row p % page of page table[s, p // page]. Table entries beyond a slot's keys may be
+anything. A row sees the keys before its own `num_keys`; what no row sees may hold
+anything.
 """
 
 from typing import Any

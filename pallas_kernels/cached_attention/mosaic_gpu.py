@@ -62,8 +62,9 @@ def supports(
         return (
             f"at most {ROWS} query heads a kv head fit a tile, got {heads // kv_heads}"
         )
-    if paged and key_rows % 8:
-        return f"the page size must be a multiple of 8, got {key_rows}"
+    if key_rows % 8:
+        what = "the page size" if paged else "the capacity of the cache"
+        return f"{what} must be a multiple of 8, got {key_rows}"
     tile = 64 if config is None else config.key_tile
     if paged and tile % key_rows and key_rows % tile:
         return f"pages of {key_rows} keys and tiles of {tile} must divide one another"

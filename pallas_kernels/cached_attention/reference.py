@@ -2,8 +2,8 @@
 
     out[w] = sum_c softmax_c(scale * q[w]·k[c]) v[c]   over the keys c that row w sees
 
-Scores and softmax are float32; what no row of a run sees is replaced by zero, so that it
-may hold anything.
+Scores and softmax are float32; what no row of a run sees is replaced by zero, so that
+it may hold anything.
 """
 
 import functools

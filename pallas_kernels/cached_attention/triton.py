@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA GPUs from Ampere on, written in Triton and called by jax-triton.
+"""The kernel for NVIDIA GPUs from Ampere on, in Triton, called by jax-triton.
 
 An extra: jax-triton and triton are imported when it runs. A program reads one part of
 one unit's keys; its query rows are loaded from where they lie.
@@ -24,7 +24,10 @@ def supports(query: Any, keys: Any, *, paged: bool) -> str | None:
     """
     for package in ("jax_triton", "triton"):
         if importlib.util.find_spec(package) is None:
-            return f"the package {package} is not installed (pip install dspark-jax[triton])"
+            return (
+                f"the package {package} is not installed "
+                "(pip install 'dspark-jax[triton]')"
+            )
     known = (jnp.bfloat16, jnp.float16, jnp.float32)
     if query.dtype not in known or keys.dtype != query.dtype:
         return (

@@ -71,17 +71,33 @@ class TritonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One line of the table: where and when, for which shapes, and what won."""
+    """One line of the table: for which shapes what was best, where and when.
+
+    Attributes:
+      min_units: holds from this number of units (tiles of rows times kv heads) on.
+      max_capacity: and up to this number of keys that a request can have.
+      max_parts: the setting; None = as many as give every multiprocessor its share.
+    """
 
     device: str
     date: str
-    min_units: int  # tiles of rows times kv heads, from this number on
-    max_capacity: int | None  # keys a request can have at most; None = any
-    config: MosaicGpuConfig
+    min_units: int
+    max_capacity: int
+    max_parts: int | None
 
 
-# The first line that fits is taken. `max_parts` None stands for "as many as it takes to
-# give every multiprocessor an equal share", which depends on the number of units.
+# The first line that holds is taken.
+TABLE = (
+    Measured("NVIDIA H200", "2026-11-29", 1, 64, max_parts=1),
+    Measured("NVIDIA H200", "2026-11-29", 264, 2048, max_parts=1),
+    Measured("NVIDIA H200", "2026-11-29", 264, 2**30, max_parts=2),
+    Measured("NVIDIA H200", "2026-11-29", 1, 2**30, max_parts=None),
+)
+# By head width: what shared memory holds beside the query and the output.
+STAGES = {64: 6, 128: 4, 256: 1}
+MOST_PARTS = 34  # all of them are asked for at once when they are joined
+
+
 def mosaic_gpu(
     units: int, capacity: int, width: int, *, multiprocessors: int = 132
 ) -> MosaicGpuConfig:
@@ -93,14 +109,18 @@ def mosaic_gpu(
       width: head width.
       multiprocessors: of the device.
     """
-    stages = {64: 6, 128: 4, 256: 1}[width]
-    if units >= 2 * multiprocessors:
-        max_parts = 1 if capacity <= 2048 else 2
-    else:
-        max_parts = -(-multiprocessors // units) + 2
-    if capacity <= 64:
-        max_parts = 1
-    return MosaicGpuConfig(max_parts=max_parts, stages=stages, workers=multiprocessors)
+    line = next(
+        line
+        for line in TABLE
+        if units >= line.min_units and capacity <= line.max_capacity
+    )
+    max_parts = line.max_parts
+    if max_parts is None:
+        # A unit of the mean length, cut at two places that are not its own ends.
+        max_parts = min(-(-multiprocessors // units) + 2, MOST_PARTS)
+    return MosaicGpuConfig(
+        max_parts=max_parts, stages=STAGES[width], workers=multiprocessors
+    )
 
 
 def triton(units: int, capacity: int) -> TritonConfig:

@@ -131,6 +131,10 @@ def reason(module, query=(6, 4, 64), keys=(2, 2, 64, 64), dtype=bf16, **more):
             "the page size must be a multiple of 8, got 12",
         ),
         (
+            {"keys": (9, 2, 101, 64)},
+            "the capacity of the cache must be a multiple of 8, got 101",
+        ),
+        (
             {"keys": (9, 2, 24, 64), "paged": True},
             "pages of 24 keys and tiles of 64 must divide one another",
         ),

@@ -1,4 +1,4 @@
-"""The second ring: kernels are lowered for GPUs and TPUs on a machine without either."""
+"""The second ring: lowered for GPUs and TPUs on a machine without either."""
 
 import functools
 import warnings

@@ -22,6 +22,7 @@ def test_equal_shares_read_every_tile_once(tiles, heads, workers, max_parts):
     plan = schedule.equal_shares(
         jnp.asarray(tiles, jnp.int32), heads, workers, max_parts
     )
+    plan = jax.tree.map(np.asarray, plan)
     share = int(plan.share[0])
     assert share >= -(-sum(tiles) * heads // workers)
     read = {}  # (run, head, tile) -> part
@@ -38,11 +39,10 @@ def test_equal_shares_read_every_tile_once(tiles, heads, workers, max_parts):
                 read[run, head, tile] = worker - start // share
     assert len(read) == sum(tiles) * heads
     assert max(read.values()) < max_parts
-    parts = np.asarray(plan.num_parts)
     for run, count in enumerate(tiles):
         for head in range(heads):
             found = {read[run, head, tile] for tile in range(count)}
-            assert found == set(range(parts[run, head]))
+            assert found == set(range(plan.num_parts[run, head]))
 
 
 def test_whole_units_go_round():
