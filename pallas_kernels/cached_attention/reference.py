@@ -6,11 +6,10 @@ Scores and softmax are float32; what no row of a run sees is replaced by zero, s
 it may hold anything.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import products
 from pallas_kernels.cached_attention import runs as runs_lib
 
 
@@ -39,7 +38,7 @@ def attend(
     if not runs.is_uniform:
         query = query[jnp.minimum(row, total - 1)]  # [N, W, H, E]
     grouped = query.reshape(count, length, kv_heads, heads // kv_heads, width)
-    scores = _einsum("nwghe,ngce->ngwhc", grouped, keys)
+    scores = products.einsum("nwghe,ngce->ngwhc", grouped, keys)
     position = jnp.arange(capacity, dtype=jnp.int32)
     seen = runs.num_keys[..., None]  # [N, W, 1]
     visible = position[None, None] < seen
@@ -51,7 +50,7 @@ def attend(
     weights = jnp.where(visible, jax.nn.softmax(scores, axis=-1), 0)
     by_any = jnp.any(visible, axis=(1, 2, 3))[:, None, :, None]  # [N, 1, C, 1]
     values = jnp.where(by_any, values, jnp.zeros_like(values))
-    out = _einsum("ngwhc,ngce->nwghe", weights.astype(values.dtype), values)
+    out = products.einsum("ngwhc,ngce->nwghe", weights.astype(values.dtype), values)
     out = out.reshape(count, length, heads, width).astype(query.dtype)
     if runs.is_uniform:
         return out.reshape(total, heads, width)
@@ -67,23 +66,3 @@ def gather_pages(pages: jax.Array, table: jax.Array) -> jax.Array:
     found = jnp.swapaxes(found, 1, 2)
     count, kv_heads, number, page, width = found.shape
     return found.reshape(count, kv_heads, number * page, width)
-
-
-def _einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    # Accumulated in float32, and float32 operands multiplied as such (no TF32).
-    highest = x.dtype == jnp.float32
-    product = functools.partial(
-        jnp.einsum,
-        spec,
-        precision=jax.lax.Precision.HIGHEST if highest else None,
-        preferred_element_type=jnp.float32,
-    )
-    if highest:
-        return product(x, y)
-
-    # XLA:CPU has no such product of 16-bit operands with batch axes. Widened first,
-    # they give the same numbers: every product of two is exact in float32.
-    def widened(x: jax.Array, y: jax.Array) -> jax.Array:
-        return product(x.astype(jnp.float32), y.astype(jnp.float32))
-
-    return jax.lax.platform_dependent(x, y, cpu=widened, default=product)
