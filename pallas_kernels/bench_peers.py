@@ -42,7 +42,7 @@ def cudnn(case: cases.CachedCase, inputs: cases.CachedInputs) -> Callable[..., A
 
 def _torch_sdpa(backend: str) -> Callable[[cases.CachedCase, int, int], list[float]]:
     def run(case: cases.CachedCase, count: int, repetitions: int) -> list[float]:
-        _need_torch()
+        need_torch()
         if case.kind != "block" or len(set(case.lengths)) > 1:
             raise NotImplementedError("torch's SDPA takes no lengths: equal ones only")
         import torch
@@ -68,7 +68,7 @@ def _torch_sdpa(backend: str) -> Callable[[cases.CachedCase, int, int], list[flo
 
 
 def _torch_flex(case: cases.CachedCase, count: int, repetitions: int) -> list[float]:
-    _need_torch()
+    need_torch()
     if case.kind != "block":
         raise NotImplementedError("flex_attention is set up for blocks only")
     import torch
@@ -123,7 +123,8 @@ def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _need_torch() -> None:
+def need_torch() -> None:
+    """Raises where torch or a GPU that it sees is missing."""
     if not _has_torch():
         raise NotImplementedError("torch is not installed")
     import torch

@@ -138,6 +138,22 @@ BENCH = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class AnchorCase:
+    """One call of `anchor_attention`: the shapes of Qwen3-4B's drafter."""
+
+    name: str
+    length: int
+    anchors: int = 512
+    slots: int = 7
+    heads: int = 32
+    kv_heads: int = 8
+    width: int = 128
+    dtype: str = "bfloat16"
+
+
+ANCHOR = (AnchorCase("anchor 2048", 2048), AnchorCase("anchor 4096", 4096))
+
 Draw = Callable[[int, tuple[int, ...], Any], jax.Array]
 
 
@@ -212,3 +228,23 @@ def _paged(found: list[jax.Array], page: int) -> tuple[list[jax.Array], jax.Arra
         empty = jnp.full((batch * count + 1, heads, page, width), jnp.nan, array.dtype)
         pages.append(empty.at[order].set(array))
     return pages, jnp.asarray(order.reshape(batch, count), jnp.int32)
+
+
+def anchor_inputs(case: AnchorCase, *, draw: Draw = drawn_on_host) -> dict[str, Any]:
+    """Random arguments of a case for one sequence; anchors in ascending order."""
+    seed = zlib.crc32(case.name.encode())
+    dtype = jnp.dtype(case.dtype)
+    own = (1, case.anchors, case.slots)
+    shapes = {
+        "query": (*own, case.heads, case.width),
+        "keys": (1, case.kv_heads, case.length, case.width),
+        "values": (1, case.kv_heads, case.length, case.width),
+        "own_keys": (*own, case.kv_heads, case.width),
+        "own_values": (*own, case.kv_heads, case.width),
+    }
+    found = {
+        name: draw(seed + i, shape, dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    places = np.random.default_rng(seed).permutation(case.length)[: case.anchors]
+    return found | {"num_context": jnp.asarray(np.sort(places)[None], jnp.int32)}
