@@ -11,7 +11,7 @@ from dspark_jax.training import anchor_attention
 
 @pytest.mark.parametrize(("slots", "context"), [(3, 7), (4, 6), (5, 9)])
 @pytest.mark.parametrize("several_sizes", [False, True])
-def test_joined_equals_grouped(slots, context, several_sizes):
+def test_by_anchor_equals_grouped(slots, context, several_sizes):
     batch, anchors, heads, groups, width = 2, 3, 4, 2, 8
     keys = iter(jax.random.split(jax.random.key(0), 9))
 
@@ -31,12 +31,12 @@ def test_joined_equals_grouped(slots, context, several_sizes):
         in_block = (index[None, None] < sizes[..., None])[:, :, None]
     segments = [(*shared, visible), (*own, in_block)]
 
-    def joined(query, segments):
+    def by_anchor(query, segments):
         with jax.default_matmul_precision("highest"):  # a GPU would use TF32
-            return anchor_attention.joined(query, segments, "xla")
+            return anchor_attention.by_anchor(query, segments, "xla")
 
     expected = layers.grouped_attention(query, segments)
-    found = joined(query, segments)
+    found = by_anchor(query, segments)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
     def loss(function):
@@ -46,7 +46,7 @@ def test_joined_equals_grouped(slots, context, several_sizes):
 
         return jax.grad(run, argnums=(0, 1, 2))(query, shared, own)
 
-    ours = loss(joined)
+    ours = loss(by_anchor)
     theirs = loss(layers.grouped_attention)
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(mine, other, atol=2e-6)

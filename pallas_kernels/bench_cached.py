@@ -1,0 +1,158 @@
+"""Times `cached_attention` and its peers.
+
+Calls are chained: the output of one is the query of the next, and they go through
+several caches which together exceed the second-level cache, so that keys come from
+memory, and helper kernels and launch gaps count.
+"""
+
+import dataclasses
+import itertools
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import bench_check, bench_peers, bench_timing, cases
+from pallas_kernels.cached_attention import tuning
+
+FLUSH = 130e6  # bytes of caches in rotation: twice the second-level cache of an H200
+ENOUGH = 50e-6  # seconds of reading a dispatch, at least
+CONFIGS = {"mosaic_gpu": tuning.MosaicGpuConfig, "triton": tuning.TritonConfig}
+
+
+def results(
+    arguments: Any,
+    names: Sequence[str],
+    peers: Sequence[str],
+    chosen: Sequence[cases.CachedCase],
+    ceiling: dict[str, float],
+    deadline: float,
+) -> Iterator[dict[str, Any]]:
+    """One record for every case, implementation and setting, and every peer."""
+    for case in chosen:
+        jobs: list[tuple[str, Any]] = [
+            (name, config)
+            for name in names
+            for config in _sweep(name, arguments.config)
+        ]
+        jobs += [(peer, None) for peer in peers]
+        buffers = None
+        for name, config in jobs:
+            if time.monotonic() > deadline:
+                break
+            if buffers is None:
+                buffers = _buffers(case)
+            row: dict[str, Any] = {"case": case.name, "implementation": name}
+            row |= {
+                "config": None if config is None else dataclasses.asdict(config),
+                **_work(case),
+            }
+            started = time.monotonic()
+            try:
+                timing, error = _time(case, buffers, name, config, arguments)
+            except NotImplementedError as refusal:
+                row["refused"] = str(refusal)
+            except bench_check.FAILURES:
+                row["error"] = traceback.format_exc()[-3000:]
+            else:
+                row |= _figures(row, timing, ceiling)
+                row["relative_error"] = error
+                row["is_wrong"] = error is not None and not error <= 2e-2
+            row["took_s"] = round(time.monotonic() - started, 2)
+            yield row
+
+
+def _sweep(name: str, fields: Sequence[str]) -> list[Any]:
+    if not fields or name not in CONFIGS:
+        return [None]
+    names, values = [], []
+    for field in fields:
+        key, _, numbers = field.partition("=")
+        names.append(key)
+        values.append([int(number) for number in numbers.split(",")])
+    return [
+        CONFIGS[name](**dict(zip(names, combination, strict=True)))
+        for combination in itertools.product(*values)
+    ]
+
+
+def _buffers(case: cases.CachedCase) -> list[cases.CachedInputs]:
+    first = cases.cached_inputs(case, draw=cases.drawn_on_device)
+    size = 2 * first.keys.size * first.keys.dtype.itemsize
+    count = int(min(max(-(-FLUSH // size), 2), 16))
+    more = [
+        dataclasses.replace(
+            first, keys=jnp.copy(first.keys), values=jnp.copy(first.values)
+        )
+        for _ in range(count - 1)
+    ]
+    jax.block_until_ready([(one.keys, one.values) for one in more])
+    return [first, *more]
+
+
+def _time(
+    case: cases.CachedCase,
+    buffers: list[cases.CachedInputs],
+    name: str,
+    config: Any,
+    arguments: Any,
+) -> tuple[bench_timing.Timing, float | None]:
+    if name in bench_peers.TORCH:
+        seconds = bench_peers.TORCH[name](case, len(buffers), arguments.repetitions)
+        return bench_timing.of(seconds), None
+    if name in bench_peers.PEERS:
+        call = bench_peers.PEERS[name](case, buffers[0])
+    else:
+        call = bench_check.call_of(case, buffers[0], implementation=name, config=config)
+
+    # Long enough that a device works longer than its host takes to dispatch.
+    least = _work(case)["bytes"] / 4e12
+    rounds = min(-(-ENOUGH // (least * len(buffers))), 8 // len(buffers))
+    rounds = max(int(rounds), 1)
+
+    @jax.jit
+    def chain(query: jax.Array, stored: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+        for keys, values in stored * rounds:
+            query = call(query, keys, values)
+        return query
+
+    stored = [(one.keys, one.values) for one in buffers]
+    query = buffers[0].query
+    out = jax.block_until_ready(jax.jit(call)(query, *stored[0]))
+    reference = bench_check.call_of(case, buffers[0], implementation="xla", config=None)
+    error = bench_check.relative_error(out, jax.jit(reference)(query, *stored[0]))
+    run = chain.lower(query, stored).compile()
+    timing = bench_timing.chained(
+        lambda query: run(query, stored),
+        query,
+        calls=rounds * len(stored),
+        repetitions=arguments.repetitions,
+    )
+    return timing, error
+
+
+def _work(case: cases.CachedCase) -> dict[str, float]:
+    rows = (
+        case.rows if isinstance(case.rows, tuple) else (case.rows,) * len(case.lengths)
+    )
+    size = jnp.dtype(case.dtype).itemsize
+    read = [n if case.window is None else min(n, case.window) for n in case.lengths]
+    pairs = sum(n * count for n, count in zip(read, rows, strict=True))
+    return {
+        "bytes": 2 * sum(read) * case.kv_heads * case.width * size,
+        "flops": 4 * pairs * case.heads * case.width,
+    }
+
+
+def _figures(
+    row: dict[str, Any], timing: bench_timing.Timing, ceiling: dict[str, float]
+) -> dict[str, Any]:
+    floor = row["bytes"] / (ceiling["copy_tb_per_s"] * 1e12)
+    return timing.microseconds() | {
+        "floor_us": round(floor * 1e6, 2),
+        "fraction": round(floor / timing.median, 4),
+        "tflops": round(row["flops"] / timing.median / 1e12, 2),
+    }

@@ -1,0 +1,86 @@
+"""Clocks and ceilings that all benchmarks share."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import bench_peers
+
+
+class Timing(NamedTuple):
+    """Seconds a call."""
+
+    median: float
+    least: float
+    most: float
+
+    def microseconds(self) -> dict[str, float]:
+        """For a report."""
+        return {
+            "median_us": round(self.median * 1e6, 2),
+            "least_us": round(self.least * 1e6, 2),
+            "most_us": round(self.most * 1e6, 2),
+        }
+
+
+def of(seconds: Sequence[float]) -> Timing:
+    """Median and spread."""
+    return Timing(statistics.median(seconds), min(seconds), max(seconds))
+
+
+def chained(
+    function: Callable[[Any], Any], start: Any, *, calls: int, repetitions: int
+) -> Timing:
+    """Seconds a call of a compiled function whose result is its next argument.
+
+    Args:
+      function: dispatches asynchronously; stands for `calls` calls.
+      start: the first argument.
+      calls: what a time is divided by.
+      repetitions: how often the clock is read.
+    """
+    state = jax.block_until_ready(function(start))
+    started = time.perf_counter()
+    state = jax.block_until_ready(function(state))
+    count = int(min(max(0.02 / (time.perf_counter() - started), 3), 400))
+    seconds = []
+    for _ in range(repetitions):
+        started = time.perf_counter()
+        for _ in range(count):
+            state = function(state)
+        jax.block_until_ready(state)
+        seconds.append((time.perf_counter() - started) / count / calls)
+    return of(seconds)
+
+
+def ceiling() -> dict[str, float]:
+    """Copy (read and write) and matmul, the best of several runs."""
+    elements = 2**28 if jax.default_backend() == "gpu" else 2**22
+    source = jnp.zeros((elements,), jnp.uint32)
+    copy = jax.jit(lambda x: x ^ jnp.uint32(1))
+    seconds = _best(lambda: copy(source))
+    rates = [2 * source.nbytes / seconds / 1e12]
+    if (torch_rate := bench_peers.torch_copy_rate()) is not None:
+        rates.append(torch_rate)
+    del source
+    side = 8192 if jax.default_backend() == "gpu" else 256
+    matrix = jnp.ones((side, side), jnp.bfloat16)
+    multiply = jax.jit(lambda a: a @ a)
+    rate = 2 * side**3 / _best(lambda: multiply(matrix)) / 1e12
+    return {"copy_tb_per_s": round(max(rates), 3), "matmul_tflops": round(rate, 1)}
+
+
+def _best(function: Callable[[], Any], count: int = 10) -> float:
+    jax.block_until_ready(function())
+    found = []
+    for _ in range(5):
+        started = time.perf_counter()
+        for _ in range(count):
+            out = function()
+        jax.block_until_ready(out)
+        found.append((time.perf_counter() - started) / count)
+    return min(found)

@@ -1,0 +1,107 @@
+"""Joins the parts in which `mosaic_gpu` read a unit's keys, in one small kernel.
+
+A part's output o_p is normalised, and z_p is the logarithm (base 2) of its softmax
+denominator: out = sum_p 2^z_p o_p / sum_p 2^z_p. A worker takes a few columns of one
+unit and asks for all parts at once, so that their latencies overlap.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64
+FLOOR = -3e38  # finite: -inf - FLOOR is -inf and not NaN
+
+
+def columns_a_worker(group: int, width: int) -> int:
+    """Columns of a worker: few, but rows must lie at multiples of 128 bytes."""
+    return min(max(64 // (group & -group), 16), width)
+
+
+def combine(
+    outs: jax.Array,
+    sums: jax.Array,
+    tiles: jax.Array,
+    *,
+    total: int,
+    group: int,
+    rows: int,
+    dtype: Any,
+    interpret: Any = None,
+) -> jax.Array:
+    """The output [T, G, h, E] in `dtype`; rows of no tile hold anything.
+
+    Args:
+      outs: float32 [P, N', G, 64, E], rows folded.
+      sums: float32 [P, N', G, 64].
+      tiles: int32 [2 + G, N']: first row, number of rows, and for every kv head how
+        many parts were written; the others hold anything.
+      total: T.
+      group: query heads a kv head.
+      rows: rows of the packed query a tile has at most.
+      dtype: of the output.
+      interpret: parameters of the interpreter.
+    """
+    _, count, kv_heads, _, width = outs.shape
+    columns = columns_a_worker(group, width)
+    kernel = plgpu.kernel(
+        functools.partial(_worker, group=group, rows=rows, columns=columns),
+        out_type=jax.ShapeDtypeStruct((total, kv_heads, group, width), dtype),
+        scratch_types=(plgpu.SMEM((ROWS, columns), dtype),),
+        grid=(count, kv_heads, width // columns),
+        grid_names=("tile", "head", "columns"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+    return kernel(outs, sums, tiles)
+
+
+def _worker(
+    outs: Any, sums: Any, tiles: Any, out: Any, joined: Any, *, group, rows, columns
+) -> None:
+    tile, head = jax.lax.axis_index("tile"), jax.lax.axis_index("head")
+    where = pl.ds(jax.lax.axis_index("columns") * columns, columns)
+    first_row, num_rows = tiles[0, tile], tiles[1, tile]
+    num_parts = tiles[2 + head, tile]
+    load = functools.partial(plgpu.load, optimized=False)
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    # A part that nobody wrote may hold NaN: the first one is read in its place, with no
+    # weight.
+    exists = [part < num_parts for part in range(outs.shape[0])]
+    index = [jnp.where(there, part, 0) for part, there in enumerate(exists)]
+    found = [
+        load(outs.at[part, tile, head, :, where], layout=plgpu.Layout.WGMMA)
+        for part in index
+    ]
+    logs = [
+        load(sums.at[part, tile, head], layout=by_row)
+        + jnp.where(there, jnp.float32(0), jnp.float32(-jnp.inf))
+        for part, there in zip(index, exists, strict=True)
+    ]
+    largest = jnp.maximum(functools.reduce(jnp.maximum, logs), FLOOR)
+    weights = [jnp.exp2(log - largest) for log in logs]
+    share = functools.reduce(jnp.add, weights)
+    share = 1 / jnp.where(share > 0, share, 1.0)
+    acc = functools.reduce(
+        jnp.add,
+        [
+            value * jax.lax.broadcast_in_dim(weight * share, value.shape, [0])
+            for value, weight in zip(found, weights, strict=True)
+        ],
+    )
+    joined[...] = acc.astype(joined.dtype)
+    plgpu.commit_smem()
+    for row in range(rows):
+
+        @pl.when(row < num_rows)
+        def _(row=row):
+            plgpu.copy_smem_to_gmem(
+                joined.at[pl.ds(row * group, group)],
+                out.at[first_row + row, head, :, where],
+            )
+
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,136 @@
+"""Settings of each kernel, and the measured table that chooses them by shape."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicGpuConfig:
+    """Settings of the Mosaic GPU kernel.
+
+    Attributes:
+      max_parts: into how many parts a unit (tile of rows, kv head) may be cut; 1 =
+        whole units, written without a combine.
+      key_tile: keys a tile, a multiple of 64.
+      stages: tiles in flight.
+      workers: blocks launched, one a multiprocessor.
+    """
+
+    max_parts: int = 1
+    key_tile: int = 64
+    stages: int = 4
+    workers: int = 132
+
+    def __post_init__(self) -> None:
+        if self.key_tile < 64 or self.key_tile % 64:
+            raise ValueError(
+                f"`key_tile` must be a positive multiple of 64, got {self.key_tile}"
+            )
+        for name in ("max_parts", "stages", "workers"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be at least 1, got {getattr(self, name)}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicTpuConfig:
+    """Settings of the TPU kernel.
+
+    Attributes:
+      key_tile: keys a block of a dense cache; a paged cache is read by pages.
+      max_rows: folded query rows a block at most (one token's heads at least).
+    """
+
+    key_tile: int = 512
+    max_rows: int = 128
+
+    def __post_init__(self) -> None:
+        if self.key_tile < 128 or self.key_tile % 128:
+            raise ValueError(
+                f"`key_tile` must be a positive multiple of 128, got {self.key_tile}"
+            )
+        if self.max_rows < 1:
+            raise ValueError(f"`max_rows` must be at least 1, got {self.max_rows}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """Settings of the Triton kernel.
+
+    Attributes:
+      num_parts: parts of the context that are read side by side; 1 = no combine.
+      key_tile: keys a step, a power of two.
+      num_warps, num_stages: as Triton has them.
+    """
+
+    num_parts: int = 1
+    key_tile: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One line of the table: for which shapes what was best, where and when.
+
+    Attributes:
+      min_units: holds from this number of units (tiles of rows times kv heads) on.
+      max_capacity: and up to this number of keys that a request can have.
+      max_parts: the setting; None = as many as give every multiprocessor its share.
+    """
+
+    device: str
+    date: str
+    min_units: int
+    max_capacity: int
+    max_parts: int | None
+
+
+# The first line that holds is taken.
+TABLE = (
+    Measured("NVIDIA H200", "2026-11-29", 1, 64, max_parts=1),
+    Measured("NVIDIA H200", "2026-11-29", 264, 2048, max_parts=1),
+    Measured("NVIDIA H200", "2026-11-29", 264, 2**30, max_parts=2),
+    Measured("NVIDIA H200", "2026-11-29", 1, 2**30, max_parts=None),
+)
+# By head width: what shared memory holds beside the query and the output.
+STAGES = {64: 6, 128: 4, 256: 1}
+MOST_PARTS = 34  # all of them are asked for at once when they are joined
+
+
+def mosaic_gpu(
+    units: int, capacity: int, width: int, *, multiprocessors: int = 132
+) -> MosaicGpuConfig:
+    """The setting for a shape class.
+
+    Args:
+      units: tiles of query rows times kv heads.
+      capacity: keys that a request can have at most.
+      width: head width.
+      multiprocessors: of the device.
+    """
+    line = next(
+        line
+        for line in TABLE
+        if units >= line.min_units and capacity <= line.max_capacity
+    )
+    max_parts = line.max_parts
+    if max_parts is None:
+        # A unit of the mean length, cut at two places that are not its own ends.
+        max_parts = min(-(-multiprocessors // units) + 2, MOST_PARTS)
+    return MosaicGpuConfig(
+        max_parts=max_parts, stages=STAGES[width], workers=multiprocessors
+    )
+
+
+def triton(units: int, capacity: int) -> TritonConfig:
+    """The setting for a shape class.
+
+    Args:
+      units: tiles of query rows times kv heads.
+      capacity: keys that a request can have at most.
+    """
+    if units >= 256:
+        return TritonConfig(num_parts=1 if capacity <= 2048 else 4, num_stages=4)
+    parts = max(min(264 // units, capacity // 256), 1)
+    return TritonConfig(num_parts=min(parts, 32))
