@@ -306,24 +306,63 @@ def _product_of_rows(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Arra
 
 def _product_on_cpu(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     # A few rows cost almost what one costs only if the weights are read in place: as
-    # the left operand, with the smaller transposed one kept apart by the barriers.
-    # Otherwise XLA:CPU packs the weights first (48 against 38 ms for 8 rows of a 135M
-    # model, 3 times the work for 48 rows; no gain is left at 1,024), and runs one row
-    # of `rows @ weight.T` as a naive loop (92 against 22 ms, jax 0.12).
-    is_few = 1 < rows.shape[0] <= 512
-    columns = rows.T
-    if is_few:
-        columns = jax.lax.optimization_barrier(columns)
-    out = jax.lax.dot_general(
+    # the left operand, with the smaller one kept apart by the barriers. Otherwise
+    # XLA:CPU packs the weights first (48 against 38 ms for 8 rows of a 135M model, 3
+    # times the work for 48 rows; no gain is left at 1,024), and runs one row of
+    # `rows @ weight.T` as a naive loop (92 against 22 ms, jax 0.12).
+    count = rows.shape[0]
+    if count == 1 or count > 512:
+        return _weights_on_the_left(weight, rows.T, dtype).T
+    left, right = weight, rows.T
+    if count <= _LANES:
+        left, right = _fill_lanes(weight, rows)
+    right = jax.lax.optimization_barrier(right)
+    out = jax.lax.optimization_barrier(_weights_on_the_left(left, right, dtype))
+    return out.reshape(weight.shape[0], -1).T[:count]
+
+
+# Columns of one vector register of XLA:CPU's kernel (AVX-512), and bytes of a page.
+_LANES = 16
+_PAGE = 4096
+
+
+def _fill_lanes(weight: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Left [O / n, n * I] and right [n * I, n * W] operand of the product of few rows.
+
+    The kernel reads several rows of weights at once, and the processor prefetches one
+    stream a page: rows shorter than a page come slower. They are joined, n of them
+    against a block-diagonal right side, whose zeros cost nothing while its columns fit
+    the register that the kernel fills anyway. Rows are padded to a power of two, since
+    other counts are slow (7 rows cost more than 8).
+    """
+    count, width = rows.shape
+    padded = 1 << (count - 1).bit_length()
+    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
+    joined = 1
+    while (
+        joined * width * rows.dtype.itemsize < _PAGE
+        and 2 * joined * padded <= _LANES
+        and weight.shape[0] % (2 * joined) == 0
+    ):
+        joined *= 2
+    if joined == 1:
+        return weight, rows.T
+    diagonal = [
+        jnp.pad(rows, ((0, 0), (at * width, (joined - 1 - at) * width)))
+        for at in range(joined)
+    ]
+    right = jnp.concatenate(diagonal, axis=0).T
+    return weight.reshape(-1, joined * width), right
+
+
+def _weights_on_the_left(weight: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
+    return jax.lax.dot_general(
         weight,
-        columns,
+        right,
         (((1,), (0,)), ((), ())),
-        precision=precision(rows.dtype),
+        precision=precision(right.dtype),
         preferred_element_type=dtype,
     )
-    if is_few:
-        out = jax.lax.optimization_barrier(out)
-    return out.T
 
 
 def embed(
