@@ -206,8 +206,10 @@ def attend(
         tiles = jnp.concatenate(
             [spans.first_row[None], spans.num_rows[None], plan.num_parts.T]
         )
+        outs, sums = out
         out = mosaic_gpu_combine.combine(
-            *out,
+            outs,
+            sums,
             tiles,
             total=total,
             group=group,
