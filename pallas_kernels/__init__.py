@@ -1,1 +1,1 @@
-"""Kernels for the hot operations, a folder an op; nothing imports them yet."""
+"""Kernels for the hot operations, a folder an op; imports JAX only."""

@@ -4,6 +4,8 @@ The figures of memory are those of the compiled program (temporaries) and, for t
 the peak above what was allocated before.
 """
 
+import dataclasses
+import itertools
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,27 +28,33 @@ def results(
     deadline: float,
 ) -> Iterator[dict[str, Any]]:
     """One record for every case, implementation and number of anchors at a time."""
-    at_a_time = [tuning.ChunksConfig().anchors]
+    swept = {"anchors": [tuning.ChunksConfig().anchors], "skips_context": [1]}
     for field in arguments.config:
         key, _, values = field.partition("=")
-        if key != "anchors":
-            raise SystemExit(f"--config: anchor_attention has `anchors`, got {key}")
-        at_a_time = [int(value) for value in values.split(",")]
+        if key not in swept:
+            raise SystemExit(
+                f"--config: anchor_attention has {', '.join(swept)}, got {key}"
+            )
+        swept[key] = [int(value) for value in values.split(",")]
+    configs = [
+        tuning.ChunksConfig(anchors, bool(skips))
+        for anchors, skips in itertools.product(*swept.values())
+    ]
     for case in chosen:
-        jobs: list[tuple[str, int | None]] = [
-            (name, count) for name in names for count in at_a_time
+        jobs: list[tuple[str, tuning.ChunksConfig | None]] = [
+            (name, config) for name in names for config in configs
         ]
-        for name, count in [*jobs, *((peer, None) for peer in peers)]:
+        for name, config in [*jobs, *((peer, None) for peer in peers)]:
             if time.monotonic() > deadline:
                 return
             row: dict[str, Any] = {"case": case.name, "implementation": name}
-            row |= {"anchors": count}
+            row["config"] = None if config is None else dataclasses.asdict(config)
             started = time.monotonic()
             try:
-                if count is None:
+                if config is None:
                     row |= PEERS[name](case, arguments.repetitions)
                 else:
-                    row |= _time(case, name, count, arguments.repetitions)
+                    row |= _time(case, name, config, arguments.repetitions)
             except NotImplementedError as refusal:
                 row["refused"] = str(refusal)
             except bench_check.FAILURES:
@@ -56,12 +64,14 @@ def results(
 
 
 def _time(
-    case: cases.AnchorCase, name: str, count: int, repetitions: int
+    case: cases.AnchorCase,
+    name: str,
+    config: tuning.ChunksConfig,
+    repetitions: int,
 ) -> dict[str, Any]:
     inputs = cases.anchor_inputs(case, draw=cases.drawn_on_device)
     arrays = {key: inputs[key] for key in DIFFERENTIATED}
     num_context = inputs["num_context"]
-    config = tuning.ChunksConfig(anchors=count)
 
     def forward(arrays: dict[str, jax.Array]) -> jax.Array:
         return anchor_attention(

@@ -79,8 +79,8 @@ def _check(
     try:
         call = call_of(case, inputs, implementation=name, config=config)
         out = np.asarray(jax.jit(call)(inputs.query, inputs.keys, inputs.values))
-    except NotImplementedError as error:
-        return {"refused": str(error)}
+    except NotImplementedError as refusal:
+        return {"refused": str(refusal)}
     except FAILURES:
         return {"error": traceback.format_exc()[-3000:]}
     error = relative_error(out, wanted)

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 import dspark_jax
+import pallas_kernels
 
 ROWS = (  # lowest first
     ("pallas_kernels",),
@@ -35,6 +36,7 @@ ROWS = (  # lowest first
 )
 NUMPY_ONLY = "dspark_jax.scheduling"  # beside the rows
 PACKAGE = pathlib.Path(dspark_jax.__file__).parent
+KERNELS = pathlib.Path(pallas_kernels.__file__).parent
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
         ".__init__"
@@ -81,6 +83,26 @@ def test_imports_from_below_only(module):
             continue
         other_row, other_entry = row_of(name)
         assert other_row < row or other_entry == entry, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(KERNELS.rglob("*.py")), ids=lambda path: str(path.name)
+)
+def test_kernels_import_jax_only(path):
+    found = {name.split(".")[0] for name in imports(path)}
+    optional = {"jax_triton", "matplotlib", "torch", "triton"}
+    foreign = found - set(sys.stdlib_module_names) - optional
+    assert foreign <= {"jax", "numpy", "pallas_kernels"}
+
+
+def test_kernels_load_without_extras():
+    program = """
+import sys
+import pallas_kernels.bench
+loaded = {"jax_triton", "matplotlib", "torch", "triton"} & set(sys.modules)
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_inference_imports_no_training_packages():

@@ -1,5 +1,7 @@
 """Attention of A blocks of K rows a sequence: the training form of a draft block."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,7 +60,10 @@ def anchor_attention(
         "cudnn": lambda: joined.supports(query, keys),
     }
     name = _dispatch.choose(implementation, refusals, PREFERRED)
-    function = {"xla": reference.attend, "cudnn": joined.attend}[name]
+    config = tuning.ChunksConfig() if config is None else config
+    function: Callable[..., jax.Array] = reference.attend
+    if name == "cudnn":
+        function = functools.partial(joined.attend, skips_context=config.skips_context)
     if present is None:
         present = jnp.ones(query.shape[:3], jnp.bool_)
     out = chunks.attend(
@@ -71,7 +76,7 @@ def anchor_attention(
         num_context,
         present,
         query.shape[-1] ** -0.5 if scale is None else scale,
-        anchors=(config or tuning.ChunksConfig()).anchors,
+        anchors=config.anchors,
     )
     if kept is None:
         return out

@@ -1,6 +1,6 @@
 """Blocks of a sequence side by side in one masked flash attention (cuDNN's, say).
 
-Their rows see [context; all blocks' own rows] under a mask that keeps blocks apart.
+Their rows see [all blocks' own rows; context] under a mask that keeps blocks apart.
 The scores between blocks are computed in vain, which is cheap while a call takes few
 blocks: `chunks` gives it a few at a time.
 """
@@ -25,21 +25,31 @@ def attend(
     scale: float,
     *,
     implementation: Literal["xla", "cudnn"] = "cudnn",
+    skips_context: bool = True,
 ) -> jax.Array:
-    """Attention output [B, A, K, H, E]; shapes as in `api.anchor_attention`."""
+    """Attention output [B, A, K, H, E]; shapes as in `api.anchor_attention`.
+
+    Args:
+      skips_context: give the kernel the number of keys that any row sees, so that it
+        does not read the rest of the context: half of it where a call's anchors are
+        neighbours.
+    """
     batch, anchors, slots, heads, width = query.shape
     rows, length = anchors * slots, keys.shape[2]
 
-    def lay(shared: jax.Array, own: jax.Array) -> jax.Array:  # [B, S + A*K, G, E]
+    def lay(shared: jax.Array, own: jax.Array) -> jax.Array:  # [B, A*K + S, G, E]
         own = own.reshape(batch, rows, *own.shape[3:])
-        return jnp.concatenate([jnp.swapaxes(shared, 1, 2), own], axis=1)
+        return jnp.concatenate([own, jnp.swapaxes(shared, 1, 2)], axis=1)
 
     index = jnp.arange(length, dtype=jnp.int32)
     block = jnp.arange(rows, dtype=jnp.int32) // slots
     limit = jnp.repeat(num_context, slots, axis=1)  # [B, A*K]
     seen = index[None, None] < limit[..., None]
     own = (block[:, None] == block[None])[None] & present.reshape(batch, 1, rows)
-    mask = jnp.concatenate([seen, own], axis=-1)  # [B, A*K, S + A*K]
+    mask = jnp.concatenate([own, seen], axis=-1)  # [B, A*K, A*K + S]
+    lengths = None
+    if skips_context:
+        lengths = rows + jnp.max(num_context, axis=1)
     out = jax.nn.dot_product_attention(
         _pad(query.reshape(batch, rows, heads, width)),
         _pad(lay(keys, own_keys)),
@@ -47,6 +57,7 @@ def attend(
         mask=_pad(_pad(mask), axis=2)[:, None],
         scale=scale,
         implementation=implementation,
+        key_value_seq_lengths=lengths,
     )
     return out[:, :rows].reshape(query.shape)
 

@@ -23,58 +23,78 @@ def columns_a_worker(group: int, width: int) -> int:
 
 
 def combine(
-    outs: jax.Array,
+    out: jax.Array,
+    parts: jax.Array,
     sums: jax.Array,
     tiles: jax.Array,
     *,
-    total: int,
-    group: int,
     rows: int,
-    dtype: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """The output [T, G, h, E] in `dtype`; rows of no tile hold anything.
+    """`out` [T, G, h, E] with the units filled in that were read in parts.
 
     Args:
-      outs: float32 [P, N', G, 64, E], rows folded.
+      out: units that one worker read whole are there already; overwritten.
+      parts: float32 [P, N', G, 64, E], rows folded.
       sums: float32 [P, N', G, 64].
       tiles: int32 [2 + G, N']: first row, number of rows, and for every kv head how
-        many parts were written; the others hold anything.
-      total: T.
-      group: query heads a kv head.
+        many parts there are (the others hold anything); 1 = `out` has it.
       rows: rows of the packed query a tile has at most.
-      dtype: of the output.
       interpret: parameters of the interpreter.
     """
-    _, count, kv_heads, _, width = outs.shape
+    _, count, kv_heads, _, width = parts.shape
+    group = out.shape[2]
     columns = columns_a_worker(group, width)
     kernel = plgpu.kernel(
         functools.partial(_worker, group=group, rows=rows, columns=columns),
-        out_type=jax.ShapeDtypeStruct((total, kv_heads, group, width), dtype),
-        scratch_types=(plgpu.SMEM((ROWS, columns), dtype),),
+        out_type=(),
+        scratch_types=(plgpu.SMEM((ROWS, columns), out.dtype),),
         grid=(count, kv_heads, width // columns),
         grid_names=("tile", "head", "columns"),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
-    return kernel(outs, sums, tiles)
+    joined = jax.new_ref(out)
+    kernel(parts, sums, tiles, joined)
+    return joined[...]
 
 
 def _worker(
-    outs: Any, sums: Any, tiles: Any, out: Any, joined: Any, *, group, rows, columns
+    parts: Any, sums: Any, tiles: Any, out: Any, joined: Any, *, group, rows, columns
 ) -> None:
     tile, head = jax.lax.axis_index("tile"), jax.lax.axis_index("head")
     where = pl.ds(jax.lax.axis_index("columns") * columns, columns)
-    first_row, num_rows = tiles[0, tile], tiles[1, tile]
     num_parts = tiles[2 + head, tile]
+
+    @pl.when(num_parts > 1)
+    def _():
+        acc = _joined(parts, sums, tile, head, where, num_parts)
+        joined[...] = acc.astype(joined.dtype)
+        plgpu.commit_smem()
+        first_row, num_rows = tiles[0, tile], tiles[1, tile]
+        for row in range(rows):
+
+            @pl.when(row < num_rows)
+            def _(row=row):
+                plgpu.copy_smem_to_gmem(
+                    joined.at[pl.ds(row * group, group)],
+                    out.at[first_row + row, head, :, where],
+                )
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _joined(
+    parts: Any, sums: Any, tile: Any, head: Any, where: Any, num_parts: Any
+) -> jax.Array:
     load = functools.partial(plgpu.load, optimized=False)
     by_row = plgpu.Layout.WGMMA.reduce(1)
     # A part that nobody wrote may hold NaN: the first one is read in its place, with no
     # weight.
-    exists = [part < num_parts for part in range(outs.shape[0])]
+    exists = [part < num_parts for part in range(parts.shape[0])]
     index = [jnp.where(there, part, 0) for part, there in enumerate(exists)]
     found = [
-        load(outs.at[part, tile, head, :, where], layout=plgpu.Layout.WGMMA)
+        load(parts.at[part, tile, head, :, where], layout=plgpu.Layout.WGMMA)
         for part in index
     ]
     logs = [
@@ -86,22 +106,10 @@ def _worker(
     weights = [jnp.exp2(log - largest) for log in logs]
     share = functools.reduce(jnp.add, weights)
     share = 1 / jnp.where(share > 0, share, 1.0)
-    acc = functools.reduce(
+    return functools.reduce(
         jnp.add,
         [
             value * jax.lax.broadcast_in_dim(weight * share, value.shape, [0])
             for value, weight in zip(found, weights, strict=True)
         ],
     )
-    joined[...] = acc.astype(joined.dtype)
-    plgpu.commit_smem()
-    for row in range(rows):
-
-        @pl.when(row < num_rows)
-        def _(row=row):
-            plgpu.copy_smem_to_gmem(
-                joined.at[pl.ds(row * group, group)],
-                out.at[first_row + row, head, :, where],
-            )
-
-    plgpu.wait_smem_to_gmem(0)

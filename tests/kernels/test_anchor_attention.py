@@ -114,9 +114,12 @@ def test_gradients_equal_the_definition_s(anchors):
 @pytest.mark.parametrize(
     ("anchors", "slots", "length"), [(4, 3, 7), (5, 3, 6), (3, 4, 8)]
 )
-def test_side_by_side_equals_the_definition(anchors, slots, length):
+@pytest.mark.parametrize("skips_context", [False, True])
+def test_side_by_side_equals_the_definition(anchors, slots, length, skips_context):
     arrays, masks = draw(2, anchors=anchors, slots=slots, length=length)
-    side_by_side = functools.partial(joined.attend, implementation="xla")
+    side_by_side = functools.partial(
+        joined.attend, implementation="xla", skips_context=skips_context
+    )
     with jax.default_matmul_precision("highest"):
         found = whole(side_by_side, arrays, masks)
         slopes = gradients(lambda **a: whole(side_by_side, a, masks), arrays)

@@ -61,7 +61,7 @@ def test_times_anchor_attention(capsys):
         capsys, "--op", "anchor", "--repetitions", "2", "--config", "anchors=2,8"
     )
     assert status == 0
-    assert [row["anchors"] for row in found["results"]] == [2, 8]
+    assert [row["config"]["anchors"] for row in found["results"]] == [2, 8]
     assert all(row["median_us"] > 0 < row["forward_us"] for row in found["results"])
 
 
@@ -78,7 +78,7 @@ def test_checks_cases(capsys):
         (("--peers", "jax"), "--peers: must be of cudnn"),
         (
             ("--op", "anchor", "--config", "stages=2"),
-            "--config: anchor_attention has `anchors`, got stages",
+            "--config: anchor_attention has anchors, skips_context, got stages",
         ),
     ],
 )

@@ -1,0 +1,46 @@
+"""The Triton kernel is compiled for Hopper without a device, where triton is."""
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="an extra")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "paged", "window", "parts"),
+    [("bf16", 128, False, 0, 1), ("bf16", 64, True, 100, 4), ("fp32", 64, True, 0, 2)],
+)
+def test_compiles_for_hopper(dtype, width, paged, window, parts):
+    from triton.backends import compiler as backends
+
+    from pallas_kernels.cached_attention import triton_kernel
+
+    constants = {
+        "total": 56,
+        "count": 8,
+        "kv_heads": 8,
+        "group": 4,
+        "width": width,
+        "rows": 32,
+        "key_tile": 64,
+        "key_rows": 16 if paged else 8192,
+        "pages": 128,
+        "parts": parts,
+        "paged": paged,
+        "window": window,
+        "to_log2": 0.125,
+        "precise": dtype == "fp32",
+    }
+    pointer = f"*{dtype}"
+    signature = dict.fromkeys(("query", "keys", "values"), pointer)
+    signature |= dict.fromkeys(("table", "spans", "limits"), "*i32")
+    signature |= {"outs": pointer if parts == 1 else "*fp32", "sums": "*fp32"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(
+        fn=triton_kernel.kernel, signature=signature, constexprs=constants
+    )
+    compiled = triton.compile(
+        source,
+        target=backends.GPUTarget("cuda", 90, 32),
+        options={"num_warps": 4, "num_stages": 3},
+    )
+    assert "kernel" in compiled.asm["ptx"]
