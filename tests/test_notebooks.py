@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import shutil
 
 import pytest
 
@@ -52,6 +53,8 @@ def test_runs(path, monkeypatch, tmp_path):
         set_parameters(notebook, SMALLER[path.stem])
         # What is left is mostly compilation.
         monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    for measured in FOLDER.glob("*.json"):
+        shutil.copy(measured, tmp_path)
     resources = {"metadata": {"path": str(tmp_path)}}
     client = nbclient.NotebookClient(notebook, timeout=600, resources=resources)
     client.execute()

@@ -134,7 +134,6 @@ def allocate(
     is_level = (flat == last) & (flat > 0)
     left = budget - jnp.sum(is_above, dtype=jnp.int32)
     wins = is_above | (is_level & (jnp.cumsum(is_level, dtype=jnp.int32) <= left))
-    wins = wins & (budget > 0)
     return jnp.sum(wins.reshape(length, batch), axis=0, dtype=jnp.int32)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from dspark_jax.evaluation.acceptance import Acceptance, Window
 from dspark_jax.evaluation.prompts import ALL
 from dspark_jax.evaluation.reliability import Reliability
+from dspark_jax.scheduling.costs import Costs, Grid
 
 MISSING = (
     "figures need matplotlib, which is not installed: pip install 'dspark-jax[plots]'"
@@ -213,6 +214,41 @@ def reliability(
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(loc="upper left", fontsize=8)
         axes[0].set_ylabel("observed acceptance")
+
+
+def step_costs(path: str | os.PathLike, costs: Costs) -> None:
+    """Milliseconds of a step by packed tokens, a panel a number of requests.
+
+    A line a context; the step without a draft is the cross at as many tokens as
+    requests.
+
+    Raises:
+      TypeError: costs that are not measured steps.
+    """
+    if not isinstance(costs.drafting, Grid):
+        raise TypeError(
+            f"`costs` must hold a Grid of steps, got {type(costs.drafting).__name__}"
+        )
+    planes = costs.drafting.planes
+    with _figure(path, len(planes)) as axes:
+        for axis, plane in zip(axes, planes, strict=True):
+            for number, context in enumerate(plane.context_tokens):
+                color = f"C{number}"
+                label = f"{context // plane.requests} tokens each"
+                milliseconds = 1e3 * plane.seconds(plane.packed_tokens, context)
+                axis.plot(
+                    plane.packed_tokens, milliseconds, "o-", ms=3,
+                    color=color, label=label,
+                )  # fmt: skip
+                if costs.plain is not None:
+                    plain = costs.plain_seconds(plane.requests, context)
+                    axis.plot([plane.requests], [1e3 * plain], "x", color=color)
+            axis.set_ylim(bottom=0)
+            plural = "" if plane.requests == 1 else "s"
+            axis.set_title(f"{plane.requests} request{plural}")
+            axis.set_xlabel("packed tokens")
+            axis.legend(fontsize=7)
+        axes[0].set_ylabel("ms a step (x: without a draft)")
 
 
 @contextlib.contextmanager

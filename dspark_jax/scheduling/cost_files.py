@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dspark_jax.scheduling import json_files
+from dspark_jax.scheduling import json_files, probes
 from dspark_jax.scheduling.costs import (
     Additive,
     Costs,
@@ -19,7 +19,6 @@ from dspark_jax.scheduling.costs import (
     Plane,
     Surface,
     TokenCurve,
-    shortened,
 )
 
 FORM = "dspark_jax.costs"
@@ -46,7 +45,7 @@ def read(path: str | os.PathLike) -> Costs:
             return Costs(drafting=_read_curve(values))
         raise ValueError(
             "a cost table must have the key 'form', 'bias_seconds' or "
-            f"'sample_batch_tokens', got {shortened(sorted(values))}"
+            f"'sample_batch_tokens', got {probes.shortened(sorted(values))}"
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -94,16 +93,18 @@ def write_additive(
 
 def _read_ours(values: Mapping[str, Any]) -> Costs:
     if values["form"] != FORM:
-        raise ValueError(f"'form' must be {FORM!r}, got {shortened(values['form'])}")
+        raise ValueError(
+            f"'form' must be {FORM!r}, got {probes.shortened(values['form'])}"
+        )
     known = ("form", "version", "drafting", "plain", "info")
     _check_keys(values, known, ("version", "drafting"))
     if values["version"] != VERSION:
         raise ValueError(
-            f"'version' must be {VERSION}, got {shortened(values['version'])}"
+            f"'version' must be {VERSION}, got {probes.shortened(values['version'])}"
         )
     info = values.get("info", {})
     if not isinstance(info, dict):
-        raise ValueError(f"'info' must be an object, got {shortened(info)}")
+        raise ValueError(f"'info' must be an object, got {probes.shortened(info)}")
     plain = values.get("plain")
     return Costs(
         drafting=_read_surface("drafting", values["drafting"]),
@@ -114,7 +115,7 @@ def _read_ours(values: Mapping[str, Any]) -> Costs:
 
 def _read_surface(name: str, values: Any) -> Surface:
     if not isinstance(values, dict):
-        raise ValueError(f"{name!r} must be an object, got {shortened(values)}")
+        raise ValueError(f"{name!r} must be an object, got {probes.shortened(values)}")
     try:
         if "planes" in values:
             _check_keys(values, ("planes",), ())
@@ -127,7 +128,7 @@ def _read_surface(name: str, values: Any) -> Surface:
         raise ValueError(f"{name!r}: {error}") from error
     raise ValueError(
         f"{name!r} must have the key 'planes', 'bias_seconds' or "
-        f"'sample_batch_tokens', got {shortened(sorted(values))}"
+        f"'sample_batch_tokens', got {probes.shortened(sorted(values))}"
     )
 
 
@@ -138,7 +139,9 @@ def _read_grid(values: Any) -> Grid:
     keys = ("requests", "packed_tokens", "context_tokens", "seconds")
     for plane in values:
         if not isinstance(plane, dict):
-            raise ValueError(f"'planes' must hold objects, got {shortened(plane)}")
+            raise ValueError(
+                f"'planes' must hold objects, got {probes.shortened(plane)}"
+            )
         _check_keys(plane, keys, keys)
         rows = _list("seconds", plane["seconds"])
         planes.append(
@@ -170,7 +173,7 @@ def _read_curve(values: Mapping[str, Any]) -> TokenCurve:
     if not all(type(speed) in (int, float) and speed > 0 for speed in speeds):
         raise ValueError(
             f"'sample_steps_per_sec' must hold positive numbers, got "
-            f"{shortened(speeds)}"
+            f"{probes.shortened(speeds)}"
         )
     return TokenCurve(
         packed_tokens=tuple(_list("sample_batch_tokens", values[FORM_A[0]])),
@@ -236,5 +239,5 @@ def _check_keys(
 
 def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{name!r} must be a list, got {shortened(value)}")
+        raise ValueError(f"{name!r} must be a list, got {probes.shortened(value)}")
     return value

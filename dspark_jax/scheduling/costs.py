@@ -10,16 +10,12 @@ monotone first.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-# More than these is a damaged table.
-MAX_PROBES = 4096  # of one axis
-MAX_SIZE = 2**40  # requests or tokens
-MAX_SECONDS = 1e9
+from dspark_jax.scheduling import probes
 
 
 class Surface(Protocol):
@@ -83,12 +79,14 @@ class TokenCurve:
     repair: float = dataclasses.field(init=False)
 
     def __post_init__(self):
-        check_probes("packed_tokens", self.packed_tokens)
-        check_seconds("step_seconds", self.step_seconds, (len(self.packed_tokens),))
-        if type(self.max_tokens) is not int or self.max_tokens > MAX_SIZE:
+        probes.check_probes("packed_tokens", self.packed_tokens)
+        probes.check_seconds(
+            "step_seconds", self.step_seconds, (len(self.packed_tokens),)
+        )
+        if type(self.max_tokens) is not int or self.max_tokens > probes.MAX_SIZE:
             raise ValueError(
                 "`max_tokens` must be an integer of at most 2**40, got "
-                f"{shortened(self.max_tokens)}"
+                f"{probes.shortened(self.max_tokens)}"
             )
         if self.max_tokens < self.packed_tokens[-1]:
             raise ValueError(
@@ -96,15 +94,15 @@ class TokenCurve:
                 f"{self.packed_tokens[-1]}, got {self.max_tokens}"
             )
         values = np.asarray(self.step_seconds, np.float64)
-        smooth = isotonic(values)
+        smooth = probes.isotonic(values)
         object.__setattr__(self, "step_seconds", tuple(smooth.tolist()))
-        object.__setattr__(self, "repair", change(values, smooth))
+        object.__setattr__(self, "repair", probes.change(values, smooth))
 
     def seconds(
         self, requests: int, packed_tokens: Any, context_tokens: float = 0
     ) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
-        return interpolate(packed_tokens, self.packed_tokens, self.step_seconds)
+        return probes.interpolate(packed_tokens, self.packed_tokens, self.step_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,26 +126,26 @@ class Additive:
     repair: float = dataclasses.field(init=False)
 
     def __post_init__(self):
-        if not _is_finite(self.bias_seconds) or self.bias_seconds <= 0:
+        if not probes.is_finite(self.bias_seconds) or self.bias_seconds <= 0:
             raise ValueError(
                 "`bias_seconds` must be positive and finite, got "
-                f"{shortened(self.bias_seconds)}"
+                f"{probes.shortened(self.bias_seconds)}"
             )
-        if not _is_finite(self.context_seconds) or self.context_seconds < 0:
+        if not probes.is_finite(self.context_seconds) or self.context_seconds < 0:
             raise ValueError(
                 "`context_seconds` must be finite and at least 0, got "
-                f"{shortened(self.context_seconds)}"
+                f"{probes.shortened(self.context_seconds)}"
             )
         repair = 0.0
         for axis, name in (
             ("requests", "alpha_seconds"),
             ("packed_tokens", "theta_seconds"),
         ):
-            check_probes(axis, getattr(self, axis))
+            probes.check_probes(axis, getattr(self, axis))
             shape = (len(getattr(self, axis)),)
-            check_seconds(name, getattr(self, name), shape, may_be_zero=True)
+            probes.check_seconds(name, getattr(self, name), shape, may_be_zero=True)
             values = np.asarray(getattr(self, name), np.float64)
-            smooth = isotonic(values)
+            smooth = probes.isotonic(values)
             object.__setattr__(self, name, tuple(smooth.tolist()))
             largest = float(np.abs(values - smooth).max())
             repair = max(repair, largest / self.bias_seconds)
@@ -158,8 +156,10 @@ class Additive:
     ) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
         fixed = self.bias_seconds + self.context_seconds * context_tokens
-        alpha = interpolate(requests, self.requests, self.alpha_seconds)
-        theta = interpolate(packed_tokens, self.packed_tokens, self.theta_seconds)
+        alpha = probes.interpolate(requests, self.requests, self.alpha_seconds)
+        theta = probes.interpolate(
+            packed_tokens, self.packed_tokens, self.theta_seconds
+        )
         return fixed + alpha + theta
 
 
@@ -184,27 +184,27 @@ class Plane:
         if type(self.requests) is not int or self.requests < 1:
             raise ValueError(
                 "`requests` must be an integer of at least 1, got "
-                f"{shortened(self.requests)}"
+                f"{probes.shortened(self.requests)}"
             )
-        check_probes("packed_tokens", self.packed_tokens)
-        check_probes("context_tokens", self.context_tokens, low=0)
+        probes.check_probes("packed_tokens", self.packed_tokens)
+        probes.check_probes("context_tokens", self.context_tokens, low=0)
         shape = (len(self.packed_tokens), len(self.context_tokens))
-        check_seconds("step_seconds", self.step_seconds, shape)
+        probes.check_seconds("step_seconds", self.step_seconds, shape)
         values = np.asarray(self.step_seconds, np.float64)
         # The second pass keeps what the first made: equal rows stay ordered.
-        smooth = isotonic(isotonic(values, axis=0), axis=1)
+        smooth = probes.isotonic(probes.isotonic(values, axis=0), axis=1)
         rows = tuple(tuple(row) for row in smooth.tolist())
         object.__setattr__(self, "step_seconds", rows)
-        object.__setattr__(self, "repair", change(values, smooth))
+        object.__setattr__(self, "repair", probes.change(values, smooth))
 
     def seconds(self, packed_tokens: Any, context_tokens: float) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
         rows = np.asarray(self.step_seconds)
-        at, share = _bracket(context_tokens, self.context_tokens)
+        at, share = probes.bracket(context_tokens, self.context_tokens)
         low, high = rows[:, at], rows[:, min(at + 1, rows.shape[1] - 1)]
         # Slopes of different rows may cross beyond the last probe: keep their order.
         column = np.maximum.accumulate(low + share * (high - low))
-        return interpolate(packed_tokens, self.packed_tokens, column)
+        return probes.interpolate(packed_tokens, self.packed_tokens, column)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ class Grid:
     planes: tuple[Plane, ...]
 
     def __post_init__(self):
-        check_probes("requests", tuple(plane.requests for plane in self.planes))
+        probes.check_probes("requests", tuple(plane.requests for plane in self.planes))
 
     @property
     def repair(self) -> float:
@@ -229,7 +229,7 @@ class Grid:
         self, requests: int, packed_tokens: Any, context_tokens: float = 0
     ) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
-        at, share = _bracket(requests, tuple(p.requests for p in self.planes))
+        at, share = probes.bracket(requests, tuple(p.requests for p in self.planes))
         low = self.planes[at].seconds(packed_tokens, context_tokens)
         if share == 0:
             return low
@@ -264,100 +264,3 @@ def curve(
         tokens = np.where(place < len(sizes), padded, tokens)
     seconds = costs.seconds(requests, tokens, context_tokens)
     return np.concatenate([np.ones(requests), 1 / seconds])
-
-
-def interpolate(at: Any, probes: Sequence[int], values: Any) -> np.ndarray:
-    """Linear between probes, the last slope beyond them, the first value below."""
-    at, values = np.asarray(at, np.float64), np.asarray(values, np.float64)
-    found = np.interp(at, probes, values)
-    if len(probes) > 1:
-        slope = (values[-1] - values[-2]) / (probes[-1] - probes[-2])
-        found = found + slope * np.maximum(at - probes[-1], 0)
-    return found
-
-
-def isotonic(values: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The nearest values, in least squares, that do not fall along `axis`.
-
-    >>> isotonic(np.array([1.0, 3.0, 2.0, 4.0])).tolist()
-    [1.0, 2.5, 2.5, 4.0]
-
-    References:
-      Barlow et al. 1972 (pool adjacent violators).
-    """
-    return np.apply_along_axis(_pool, axis, np.asarray(values, np.float64))
-
-
-def change(before: np.ndarray, after: np.ndarray) -> float:
-    """The largest relative difference."""
-    return float(np.max(np.abs(after - before) / before))
-
-
-def check_probes(name: str, probes: Sequence[int], low: int = 1) -> None:
-    """Raises ValueError unless the probes are strictly increasing integers >= low."""
-    if not 1 <= len(probes) <= MAX_PROBES:
-        raise ValueError(
-            f"`{name}` must have 1 to {MAX_PROBES} probes, got {len(probes)}"
-        )
-    if not all(type(probe) is int and low <= probe <= MAX_SIZE for probe in probes):
-        raise ValueError(
-            f"`{name}` must hold integers of at least {low} and at most 2**40, got "
-            f"{shortened(probes)}"
-        )
-    if any(a >= b for a, b in itertools.pairwise(probes)):
-        raise ValueError(
-            f"`{name}` must be strictly increasing, got {shortened(probes)}"
-        )
-
-
-def check_seconds(
-    name: str, values: Any, shape: tuple[int, ...], may_be_zero: bool = False
-) -> None:
-    """Raises ValueError unless there is a positive finite number for every probe."""
-    rows = values if len(shape) == 2 else (values,)
-    lengths = [len(rows)] if len(shape) == 2 else []
-    if lengths not in ([], [shape[0]]) or any(len(row) != shape[-1] for row in rows):
-        raise ValueError(
-            f"`{name}` must have one value a probe, {shape}, got {shortened(values)}"
-        )
-    for value in (value for row in rows for value in row):
-        if not _is_finite(value) or value < 0 or (value == 0 and not may_be_zero):
-            rule = "at least 0" if may_be_zero else "positive"
-            raise ValueError(
-                f"`{name}` must hold finite numbers, {rule}, got {shortened(value)}"
-            )
-
-
-def shortened(value: Any) -> str:
-    """The value's text, cut after 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _is_finite(value: Any) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= MAX_SECONDS
-
-
-def _bracket(at: float, probes: Sequence[int]) -> tuple[int, float]:
-    """(i, share): `at` = probe i + share * (probe i+1 - probe i).
-
-    The share is above 1 beyond the last probe and 0 below the first.
-    """
-    place = min(int(np.searchsorted(probes, at, side="right")), len(probes) - 1) - 1
-    if place < 0:
-        return 0, 0.0
-    return place, (at - probes[place]) / (probes[place + 1] - probes[place])
-
-
-def _pool(values: np.ndarray) -> np.ndarray:
-    means: list[float] = []
-    counts: list[int] = []
-    for value in values:
-        mean, count = float(value), 1
-        while means and means[-1] > mean:
-            last, held = means.pop(), counts.pop()
-            mean, count = (mean * count + last * held) / (count + held), count + held
-        means.append(mean)
-        counts.append(count)
-    return np.repeat(means, counts)

@@ -71,7 +71,12 @@ class ConfidenceRelay:
         self._newest = -1
 
     def assign(self, slot: int) -> int:
-        """Tells that `slot` now belongs to a new request; returns its generation."""
+        """Tells that `slot` has a new owner from now on; returns its generation.
+
+        Also for a request that comes back after a preemption, or whose round is run
+        again after a fault: the same round drafts the same tokens, so what is known of
+        it is not past but live, and must not be read.
+        """
         self._check_slots([slot])
         self._generation[slot] += 1
         return int(self._generation[slot])

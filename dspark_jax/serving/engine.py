@@ -238,14 +238,28 @@ class Engine:
             raise EngineError("`Engine.measure` needs an idle engine")
         if bucket not in self.buckets:
             raise ValueError(f"`bucket` must be one of {self.buckets}, got {bucket}")
-        rounds = num_steps * self.config.rounds_per_step
-        most = self.config.max_length - rounds * (1 + self._spec.draft_length)
+        most = self.max_measured_context(num_steps)
         if not 1 <= context_length <= most:
             raise ValueError(
                 f"`context_length` must lie in 1..{most}, so that {num_steps} steps "
                 f"fit, got {context_length}"
             )
         return self._loop.runner.measure(bucket, context_length, num_steps)
+
+    def max_measured_context(self, num_steps: int = 8) -> int:
+        """The longest context that leaves `measure` room for `num_steps` steps.
+
+        Raises:
+          ValueError: there is none.
+        """
+        rounds = num_steps * self.config.rounds_per_step
+        most = self.config.max_length - rounds * (1 + self._spec.draft_length)
+        if num_steps < 1 or most < 1:
+            raise ValueError(
+                f"`num_steps` must be at least 1 and fit max_length = "
+                f"{self.config.max_length}, got {num_steps}"
+            )
+        return most
 
     def metrics(self, *, reset: bool = False) -> dict[str, Any]:
         """Counts, times and calibration since the last reset, as plain numbers.

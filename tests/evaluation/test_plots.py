@@ -7,6 +7,7 @@ from dspark_jax.evaluation import plots
 from dspark_jax.evaluation.acceptance import Acceptance, Window
 from dspark_jax.evaluation.reliability import Reliability
 from dspark_jax.scheduling import metrics
+from dspark_jax.scheduling.costs import Costs, Grid, Plane, TokenCurve
 
 
 def acceptance(value=2.5, last=None):
@@ -33,6 +34,19 @@ def slot(num_rounds=100):
     return Reliability(num_rounds, None, None, ece, ece, None, None, bins)
 
 
+def grid():
+    planes = (
+        Plane(
+            requests=requests,
+            packed_tokens=(requests, 4 * requests),
+            context_tokens=(0, 100 * requests),
+            step_seconds=((0.01, 0.02), (0.02, 0.04)),
+        )
+        for requests in (1, 8)
+    )
+    return Grid(planes=tuple(planes))
+
+
 SERIES = {
     "one": {"x": acceptance(), "y": acceptance(None), "all": acceptance(2.0, 0.5)},
     "two": {"x": acceptance(3.0), "y": acceptance(2.1), "all": acceptance(2.6)},
@@ -55,6 +69,8 @@ FIGURES = {
     "raw": lambda path: plots.reliability(path, [slot()] * 7 + [slot(0)]),
     "both": lambda path: plots.reliability(path, [slot()] * 2, [slot(50)] * 2),
     "nothing": lambda path: plots.reliability(path, [slot(0)]),
+    "costs": lambda path: plots.step_costs(path, Costs(drafting=grid(), plain=grid())),
+    "costs of drafts": lambda path: plots.step_costs(path, Costs(drafting=grid())),
 }  # fmt: skip
 
 
@@ -75,3 +91,9 @@ def test_without_matplotlib(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'dspark-jax\[plots\]'"):
         plots.accepted_length(tmp_path / "figure.png", SERIES)
     assert not list(tmp_path.iterdir())
+
+
+def test_costs_that_were_not_measured(tmp_path):
+    curve = TokenCurve(packed_tokens=(1,), step_seconds=(1.0,), max_tokens=1)
+    with pytest.raises(TypeError, match="must hold a Grid of steps, got TokenCurve"):
+        plots.step_costs(tmp_path / "figure.png", Costs(drafting=curve))

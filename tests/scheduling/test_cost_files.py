@@ -2,6 +2,8 @@
 
 import json
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
@@ -216,3 +218,40 @@ def test_a_missing_and_a_huge_file(tmp_path, monkeypatch):
     monkeypatch.setattr(cost_files.json_files, "MAX_BYTES", 100)
     with pytest.raises(ValueError, match="has more than 100 bytes"):
         cost_files.read(save(tmp_path, FORM_C))
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+values = st.recursive(
+    scalars | st.sampled_from([1, 2.5, [1, 2], [0.5, 1.5], [[1.0, 2.0]]]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(list(PLANE) + list(FORM_B)), inner)
+    ),
+    max_leaves=6,
+)
+
+
+@hypothesis.settings(
+    max_examples=500,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(st.sampled_from([FORM_A, FORM_B, FORM_C, PLANE]), st.data())
+def test_a_damaged_file_is_an_error_of_its_own(tmp_path, form, data):
+    """Any value in any place: a table that answers, or a ValueError."""
+    key = data.draw(st.sampled_from(list(form)))
+    broken = {**form, key: data.draw(values)}
+    if form is PLANE:
+        broken = {**FORM_C, "drafting": {"planes": [broken]}}
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(broken))
+    try:
+        found = cost_files.read(path)
+    except ValueError as error:
+        found, message = None, str(error)
+    if found is None:
+        assert str(path) in message
+        return
+    seconds = found.seconds(3, [3, 10, 1000], 5000)
+    assert np.all(np.isfinite(seconds))
+    assert np.all(seconds > 0)
+    assert found.plain_seconds(3, 100) > 0

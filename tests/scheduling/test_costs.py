@@ -5,7 +5,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from dspark_jax.scheduling import costs, planner
+from dspark_jax.scheduling import costs, planner, probes
 from dspark_jax.scheduling.costs import Additive, Costs, Grid, Plane, TokenCurve
 
 CURVE = TokenCurve(
@@ -95,7 +95,7 @@ measured = st.lists(st.floats(0.01, 100), min_size=6, max_size=6)
 @hypothesis.given(measured)
 def test_isotonic_is_the_nearest_that_does_not_fall(values):
     values = np.array(values)
-    found = costs.isotonic(values)
+    found = probes.isotonic(values)
     assert np.all(np.diff(found) >= 0)
     # Its optimality conditions: residuals sum to zero over each level, and within a
     # level no head of it would rather lie higher.
