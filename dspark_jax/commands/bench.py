@@ -15,9 +15,9 @@ DESCRIPTION = """\
 bench serve runs the same list of requests through the serving engine in every mode, in
 turns, at several loads: a closed loop (as many requests at once as --concurrency says)
 and Poisson arrivals (--rates, requests a second). Greedy or seeded, so that all modes
-say the same words. It reports tokens a second, tokens a second and user, the mean verify
-window of every domain, and the ratio of each mode to the better of plain and static with
-95 % bounds. The JSON is saved after every trial.
+say the same words. It reports tokens a second, tokens a second and user, the mean
+verify window of every domain, and the ratio of each mode to the better of plain and
+static with its 95 % interval. The JSON is saved after every repeat.
 """
 EPILOG = """\
 examples:
@@ -126,17 +126,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sts", metavar="FILE", help="a calibration of `dspark calibrate`")
     add = parser.add_argument_group("random weights").add_argument
     add("--shapes", choices=SHAPES, help="random weights of these shapes")
-    add(
-        "--replay", metavar="FILE", help="acceptance: JSON of `dspark calibrate --json`"
-    )
+    add("--replay", metavar="FILE", help="acceptance: of `dspark calibrate --json`")
     add(
         "--replay-domains",
         metavar="FILE",
-        help="acceptance by domain: JSON of `dspark evaluate --json`",
+        help="acceptance by domain: of `dspark evaluate --json`",
     )
     options.add_models(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--output", metavar="FILE", help="write the JSON there, after every trial")
+    add("--output", metavar="FILE", help="write the JSON there, after every repeat")
     add("--plot", metavar="PNG", help="write throughput against speed there")
     add("--json", action="store_true", help="print one JSON object instead of a table")
 

@@ -1,4 +1,4 @@
-"""What `dspark bench serve` serves: loaded models, or random weights of known shapes."""
+"""What `dspark bench serve` serves: loaded models, or random weights."""
 
 import argparse
 import pathlib
@@ -135,7 +135,7 @@ def _random(arguments: argparse.Namespace) -> BenchModels:
 
 
 def _configs(arguments: argparse.Namespace) -> tuple[DecoderConfig, DrafterConfig]:
-    """Qwen3-4B with the drafter that DeepSpec publishes for its family, or tiny ones."""
+    """Qwen3-4B with a drafter of the shapes that DeepSpec publishes, or tiny ones."""
     dtype = arguments.dtype
     if arguments.shapes == "tiny":
         block = BlockConfig(

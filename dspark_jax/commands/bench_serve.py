@@ -131,11 +131,11 @@ class _Bench:
         longest = min(longest, models.target.config.max_position + 1)
         page = given.page_size
         settings = EngineConfig(
-            mode=mode,
+            mode=mode,  # type: ignore[arg-type]
             num_slots=slots,
             max_length=longest,
             page_size=page,
-            rule=bench.rule_of(given),
+            rule=bench.rule_of(given),  # type: ignore[arg-type]
             draft_length=given.draft_length,
             candidates=given.candidates,
             buckets=None if is_open else _buckets(mode, slots, length),
@@ -160,22 +160,23 @@ class _Bench:
         if mode in _METERED and self._costs is not None:
             engine = make(OnlineCosts(self._costs))
             return engine, engine.warm_up()
+        if mode == "cap-accept":  # after "compact": MODES' order
+            engine = make(OnlineCosts(self._measured))
+            return engine, engine.warm_up()
         engine = _quietly(lambda: make(None))
         seconds = engine.warm_up()
-        if mode == "compact":
-            most = engine.max_measured_context(_MEASURED_STEPS)
-            measured = profile.measure_steps(
-                engine,
-                sorted({max(most // 4, 1), most}),
-                num_steps=_MEASURED_STEPS,
-                repeats=_MEASURED_REPEATS,
-            )
-            self._measured = profile.make_costs(measured, {}, is_fastest=True)
-            engine = None  # frees its pools before the next are made
-            engine = make(OnlineCosts(self._measured))
-        elif mode == "cap-accept":
-            engine = make(OnlineCosts(self._measured))
-        return engine, seconds
+        if mode != "compact":
+            return engine, seconds
+        most = engine.max_measured_context(_MEASURED_STEPS)
+        measured = profile.measure_steps(
+            engine,
+            sorted({max(most // 4, 1), most}),
+            num_steps=_MEASURED_STEPS,
+            repeats=_MEASURED_REPEATS,
+        )
+        self._measured = profile.make_costs(measured, {}, is_fastest=True)
+        del engine  # frees its pools before the next are made
+        return make(OnlineCosts(self._measured)), seconds
 
     def _say(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")

@@ -15,7 +15,6 @@ real ones are less helpful, which a result made with this must say.
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -89,7 +88,7 @@ def read(
             f"got {shares} and {auroc}"
         )
     concentration = fit_concentration(shares[0], auroc)
-    by_domain = {"all": shares}
+    by_domain: dict[str, list[float]] = {"all": shares}
     if evaluation is not None:
         by_domain = _by_domain(evaluation, len(shares))
     return Replay(
@@ -148,7 +147,7 @@ def _beta(mean: float, concentration: float) -> tuple[np.ndarray, np.ndarray]:
     return grid, mass / mass.sum()
 
 
-def _by_domain(path: str | os.PathLike, length: int) -> dict[str, Sequence[float]]:
+def _by_domain(path: str | os.PathLike, length: int) -> dict[str, list[float]]:
     try:
         domains = json_files.read(path)["runs"][0]["domains"]
         found = {
