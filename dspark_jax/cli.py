@@ -16,7 +16,7 @@ from typing import NoReturn
 import dspark_jax
 from dspark_jax.commands import failure
 
-COMMANDS = ("generate", "train", "data", "evaluate", "calibrate", "profile")
+COMMANDS = ("generate", "train", "data", "evaluate", "calibrate", "profile", "bench")
 
 _EPILOG = """\
 examples:

@@ -251,6 +251,41 @@ def step_costs(path: str | os.PathLike, costs: Costs) -> None:
         axes[0].set_ylabel("ms a step (x: without a draft)")
 
 
+def throughput(path: str | os.PathLike, points: Sequence[Mapping[str, Any]]) -> None:
+    """Throughput against speed for the user, a line a mode (Figure 7).
+
+    Args:
+      points: those of `dspark bench serve --json`; closed and open loads get a panel
+        each.
+    """
+    loads = list(dict.fromkeys(point["load"] for point in points))
+    with _figure(path, max(len(loads), 1), width=4.4) as axes:
+        for axis, load in zip(axes, loads, strict=False):
+            chosen = [point for point in points if point["load"] == load]
+            modes = list(dict.fromkeys(mode for p in chosen for mode in p["modes"]))
+            for mode in modes:
+                found = [
+                    (
+                        point["modes"][mode]["user_tokens_per_second"],
+                        point["modes"][mode]["tokens_per_second"],
+                        point.get("concurrency", point.get("rate")),
+                    )
+                    for point in chosen
+                    if mode in point["modes"]
+                ]
+                x, y, names = zip(*found, strict=True)
+                axis.plot(x, y, marker="o", ms=4, label=mode)
+                for place in zip(x, y, names, strict=True):
+                    axis.annotate(f"{place[2]:g}", place[:2], fontsize=6)
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_title(f"{load} loop" if load == "closed" else "Poisson arrivals")
+            axis.set_xlabel("tokens/s for a user")
+        axes[0].set_ylabel("tokens/s of the engine")
+        if points:
+            _legend(axes[0])
+
+
 @contextlib.contextmanager
 def _figure(
     path: str | os.PathLike, panels: int, width: float = _PANEL[0]

@@ -175,8 +175,8 @@ def _token_list(name: str, tokens: Any, vocab_size: int) -> list[int]:
 def _key_words(seed: Any) -> np.ndarray:
     """The words of a request's key, int32 [2] (their bits)."""
     is_small = isinstance(seed, int) and 0 <= seed < 2**31
-    kind = getattr(jax.config, "jax_default_prng_impl")  # noqa: B009 (no annotation)
-    if is_small and kind == "threefry2x32":
+    implementation = jax.config.values["jax_default_prng_impl"]
+    if is_small and implementation == "threefry2x32":
         return np.array([0, seed], np.int32)  # those of `jax.random.key(seed)`
     if hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         key = seed

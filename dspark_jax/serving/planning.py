@@ -102,7 +102,9 @@ class RoundPlanner:
 
     def observe(self, bucket: Bucket, context_tokens: int, seconds: float) -> None:
         """What a round took, for costs that follow it."""
-        if isinstance(self._costs, OnlineCosts):
+        # "cap-accept" runs one shape; prices of the others would be left behind.
+        is_followed = self._config.mode != "cap-accept"
+        if is_followed and isinstance(self._costs, OnlineCosts):
             self._costs.update(
                 bucket.requests,
                 bucket.tokens,

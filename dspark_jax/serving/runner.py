@@ -5,7 +5,9 @@ from call to call, so that the device runs them in order: what a later call writ
 never be seen by an earlier one.
 """
 
+import concurrent.futures
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -53,7 +55,11 @@ class StepRunner:
         )
 
     def warm_up(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles every program by running it on padding."""
+        """Compiles every program, several at a time, and runs each on padding."""
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            # A lowered program's executable is the one that later calls find.
+            lowered = [self._lower_prefill(), *map(self._lower_round, buckets)]
+            list(pool.map(lambda program: program.compile(), lowered))
         result = self.prefill([])
         for bucket in buckets:
             result = self.round(bucket, [], 0)
@@ -121,6 +127,28 @@ class StepRunner:
             )
         result.copy_to_host_async()
         return result
+
+    def _lower_prefill(self) -> Any:
+        shape = self._config.prefill_groups, self.spec.prefill_control.width
+        control = np.zeros(shape, np.int32)
+        return programs.prefill_chunk.lower(
+            self._params, self._state, control, spec=self.spec
+        )
+
+    def _lower_round(self, bucket: Bucket) -> Any:
+        control = np.zeros((bucket.requests, self.spec.round_control.width), np.int32)
+        if bucket.is_plain:
+            return programs.plain_rounds.lower(
+                self._params, self._state, control, spec=self.spec
+            )
+        return programs.speculative_rounds.lower(
+            self._params,
+            self._state,
+            control,
+            np.int32(0),
+            spec=self.spec,
+            num_rows=bucket.tokens,
+        )
 
     def _fill(self, row: np.ndarray, piece: Piece) -> None:
         columns, request = self.spec.prefill_control, piece.request

@@ -54,10 +54,10 @@ class SlotTable:
         """Gives slots and pages to waiting requests; returns the slots."""
         admitted = []
         while (request := self.queue.first()) is not None and None in self._slots:
-            num_running = len(self._slots) - self._slots.count(None)
             needed = self._pages_for(request, request._feed_length + 1)
-            # A page for each that runs stays free, or the newcomer would be preempted.
-            spare = num_running if num_running else 0
+            # A page for each that still grows stays free, or the newcomer would soon
+            # be preempted.
+            spare = sum(self._grows(other) for other in self.running)
             if self.pages.num_free < needed + spare:
                 break
             slot = self._slots.index(None)
@@ -80,9 +80,10 @@ class SlotTable:
         return True
 
     def preempt(self, request: RequestHandle) -> None:
-        """Sends a running request, none of whose steps is under way, to wait."""
+        """Sends a running request to wait; none of its steps may be under way."""
         self._release(request)
         request._status = WAITING
+        request._num_ahead = request._least_ahead = 0
         request.num_preemptions += 1
         self.queue.put_back(request)
 
@@ -99,6 +100,9 @@ class SlotTable:
 
     def _pages_for(self, request: RequestHandle, length: int) -> int:
         return -(-min(length, request._limit) // self._page_size)
+
+    def _grows(self, request: RequestHandle) -> bool:
+        return len(request._pages) < self._pages_for(request, request._limit)
 
     def _release(self, request: RequestHandle) -> None:
         if request._slot >= 0:

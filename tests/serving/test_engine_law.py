@@ -43,7 +43,7 @@ def target_table():
 def drafter_tables():
     """Far from the target; the confidence says much about the token before."""
     rng = np.random.default_rng(3)
-    logits = 1.2 * rng.normal(size=V) + 0.3 * rng.normal(size=(K, V, V))
+    logits = [1.2, 0.0] + 0.3 * rng.normal(size=(K, V, V))
     return tables.DrafterTables(
         logits=jnp.asarray(logits, jnp.float32),
         confidence_logits=jnp.asarray([[3.0, -3.0]] * K, jnp.float32),

@@ -1,0 +1,228 @@
+"""One turn of the host: admit, dispatch, and read what an earlier step did.
+
+A step's result is read after the next step is on its way. Until then the host counts
+what the step may add to each request (for pages) and what it will add at least (so that
+no row is spent on a request that is certain to have ended).
+"""
+
+import collections
+import time
+from typing import Any
+
+import numpy as np
+
+from dspark_jax.serving import results
+from dspark_jax.serving.callbacks import CallbackGuard
+from dspark_jax.serving.engine_config import EngineConfig
+from dspark_jax.serving.metrics import Recorder
+from dspark_jax.serving.planning import RoundPlanner
+from dspark_jax.serving.requests import DECODING, PREFILLING, RequestHandle
+from dspark_jax.serving.results import DispatchedStep
+from dspark_jax.serving.runner import Piece, StepRunner
+from dspark_jax.serving.slots import SlotTable
+from dspark_jax.types import FINISH_REASONS, RUNNING
+
+
+class StepLoop:
+    """Slots, steps under way, and what turns the ones into the others."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: StepRunner,
+        planner: RoundPlanner,
+        recorder: Recorder,
+    ):
+        self._config = config
+        self._spec = runner.spec
+        self.runner = runner
+        self.planner = planner
+        self.recorder = recorder
+        self.slots = SlotTable(config)
+        self.in_flight: collections.deque[DispatchedStep] = collections.deque()
+        self.step_number = 0
+        self._last_ready_at = 0.0
+
+    def turn(self) -> None:
+        """Dispatches a step, and reads those that it leaves behind."""
+        self.step_number += 1
+        for slot in self.slots.admit():
+            self.planner.assign(slot)
+        has_fed = self._dispatch_prefill()
+        has_dispatched = self._dispatch_round() or has_fed
+        ahead = self._config.dispatch_ahead if has_dispatched else 0
+        self._collect(self.step_number - ahead)
+
+    def finish(
+        self, request: RequestHandle, reason: str, error: BaseException | None = None
+    ) -> None:
+        """Ends a request."""
+        self.slots.remove(request)
+        request.finish_reason = reason
+        request.error = error or request.error
+        request.finished_at = time.perf_counter()
+        self.recorder.num_finished[reason] += 1
+
+    def drop_steps(self, error: BaseException) -> int:
+        """Ends the requests of failed steps; returns how many.
+
+        The others that run lost what was fed to them: they wait, to be fed again.
+        """
+        failed = [r for r in self.slots.running if r._status == DECODING]
+        self.in_flight.clear()
+        for request in failed:
+            self.finish(request, "error", error)
+        for request in self.slots.running:
+            self.slots.preempt(request)
+        return len(failed)
+
+    def _dispatch_prefill(self) -> bool:
+        """Feeds the next pieces of the oldest prompts that are not fed yet."""
+        pieces: list[Piece] = []
+        for request in self.slots.prefilling:
+            while (
+                request._status == PREFILLING
+                and len(pieces) < self._config.prefill_groups
+            ):
+                first, end = request._num_fed, request._feed_length
+                count = min(self._config.chunk, end - first)
+                request._num_fed += count
+                if request._num_fed == end:
+                    request._status = DECODING
+                draws = request._num_fed == end and not request.tokens
+                pieces.append(Piece(request, first, count, draws))
+        if not pieces:
+            return False
+        started_at = self._before_dispatch()
+        step = DispatchedStep(
+            number=self.step_number,
+            result=self.runner.prefill(pieces),
+            rows=[(row, p.request) for row, p in enumerate(pieces) if p.draws],
+            most_ahead=1,
+            least_ahead=1,
+            started_at=started_at,
+            num_fed=sum(piece.count for piece in pieces),
+        )
+        step.begin()
+        self.in_flight.append(step)
+        return True
+
+    def _dispatch_round(self) -> bool:
+        """One round for all that decode, with pages for what they may add."""
+        rounds, width = self._config.rounds_per_step, 1 + self._spec.draft_length
+        while not self._reserve(rounds * width):
+            pass
+        requests = self.slots.decoding
+        if not requests:
+            return False
+        bucket, plan = self.planner.plan(
+            self.step_number,
+            [request._slot for request in requests],
+            np.array([request._length for request in requests]),
+            np.array([request._limit for request in requests]),
+        )
+        started_at = self._before_dispatch()
+        step = DispatchedStep(
+            number=self.step_number,
+            result=self.runner.round(bucket, requests, plan.num_drafts),
+            rows=list(enumerate(requests)),
+            most_ahead=rounds * (1 if bucket.is_plain else width),
+            least_ahead=rounds,
+            started_at=started_at,
+            bucket=bucket,
+            plan=plan,
+        )
+        step.begin()
+        self.in_flight.append(step)
+        return True
+
+    def _reserve(self, advance: int) -> bool:
+        """Gives all that decode pages for their next step; False: try again."""
+        for request in self.slots.decoding:
+            if self.slots.reserve(request, advance):
+                continue
+            # What steps under way have said must be known before a request is fed
+            # again: a round must never be drawn twice with the same noise.
+            if self.in_flight:
+                self._collect(self.step_number)
+            else:
+                self.slots.preempt(self.slots.running[-1])
+                self.recorder.num_preemptions += 1
+            return False
+        return True
+
+    def _before_dispatch(self) -> float:
+        is_starved = self.in_flight and results.is_ready(self.in_flight[-1].result)
+        self.recorder.num_dispatches += 1
+        self.recorder.num_starved += bool(is_starved)
+        return time.perf_counter()
+
+    def _collect(self, last_step: int) -> None:
+        """Reads the steps under way up to `last_step`, oldest first."""
+        while self.in_flight and self.in_flight[0].number <= last_step:
+            step = self.in_flight[0]
+            waits_from = time.perf_counter()
+            result = np.asarray(step.result)
+            ready_at = time.perf_counter()
+            self.in_flight.popleft()
+            step.end()
+            self.recorder.wait_seconds += ready_at - waits_from
+            # The device began this step when it was dispatched or had ended the last.
+            seconds = ready_at - max(step.started_at, self._last_ready_at)
+            self._last_ready_at = ready_at
+            columns = results.columns_of(step, self._spec)
+            live = [(row, r) for row, r in step.rows if not r.is_done]
+            if step.bucket is not None and not step.bucket.is_plain:
+                step.num_fed = self._count_rounds(step, columns, result, live)
+            elif step.bucket is not None:
+                step.num_fed = len(step.rows) * self._config.rounds_per_step
+            self.recorder.add_step(step, self._config, seconds)
+            if step.bucket is not None and step.plan is not None:
+                seconds /= self._config.rounds_per_step
+                context = step.plan.context_tokens
+                self.planner.observe(step.bucket, context, seconds)
+            rows = results.new_tokens(result, columns)
+            for row, request in live:
+                self._deliver(request, *rows[row])
+
+    def _count_rounds(
+        self,
+        step: DispatchedStep,
+        columns: Any,
+        result: np.ndarray,
+        live: list[tuple[int, RequestHandle]],
+    ) -> int:
+        """Counts speculative rounds and publishes confidences; returns rows fed."""
+        num_fed = 0
+        for now in result:
+            counts = results.RoundCounts(now, columns)
+            counted = [(row, r) for row, r in live if counts.is_counted[row]]
+            self.recorder.add_rounds(counts, [row for row, _ in counted])
+            for row, request in counted:
+                counts.add_to(request, row)
+            num_fed += counts.num_fed
+        self.planner.publish(
+            step.number,
+            [request._slot for _, request in live],
+            counts.confidence[[row for row, _ in live]],
+        )
+        return num_fed
+
+    def _deliver(self, request: RequestHandle, new: list[int], finish: int) -> None:
+        """Appends a request's new tokens and ends it where it ended."""
+        if request.is_done:  # a callback before this one cancelled it
+            return
+        if new:
+            request.tokens += new
+            self.recorder.num_tokens += len(new)
+            if request.first_token_at is None:
+                request.first_token_at = time.perf_counter()
+        if finish != RUNNING:
+            self.finish(request, FINISH_REASONS[finish])
+        if new and request._on_tokens is not None:
+            with CallbackGuard() as guard:
+                request._on_tokens(list(new))
+            if guard.error is not None:
+                request.error = guard.error
+                if not request.is_done:
+                    self.finish(request, "error", guard.error)
