@@ -14,6 +14,7 @@ from dspark_jax.commands import bench, bench_models, failure
 from dspark_jax.commands.bench_models import BenchModels
 from dspark_jax.evaluation import paired, provenance
 from dspark_jax.scheduling import calibration, cost_files, json_files
+from dspark_jax.scheduling.costs import Costs
 from dspark_jax.scheduling.online_costs import OnlineCosts
 from dspark_jax.serving import Bucket, Engine, EngineConfig, loads, profile
 
@@ -30,6 +31,7 @@ class _Bench:
         self._models = models
         self._begin = time.perf_counter()
         self._temperatures = None
+        self._measured: Costs | None = None  # at the present load
         if arguments.sts is not None:
             self._temperatures = calibration.read(arguments.sts).temperatures
         self._costs = (
@@ -161,6 +163,7 @@ class _Bench:
             engine = make(OnlineCosts(self._costs))
             return engine, engine.warm_up()
         if mode == "cap-accept":  # after "compact": MODES' order
+            assert self._measured is not None
             engine = make(OnlineCosts(self._measured))
             return engine, engine.warm_up()
         engine = _quietly(lambda: make(None))
