@@ -1,6 +1,7 @@
 """The trials of `dspark bench serve`, and what is made of them."""
 
 import argparse
+import concurrent.futures
 import gc
 import logging
 import sys
@@ -14,6 +15,7 @@ from dspark_jax.commands import bench, bench_models, failure
 from dspark_jax.commands.bench_models import BenchModels
 from dspark_jax.evaluation import paired, provenance
 from dspark_jax.scheduling import calibration, cost_files, json_files
+from dspark_jax.scheduling.costs import Costs
 from dspark_jax.scheduling.online_costs import OnlineCosts
 from dspark_jax.serving import Bucket, Engine, EngineConfig, loads, profile
 
@@ -80,17 +82,11 @@ class _Bench:
         given = self._arguments
         slots = int(value) if kind == "concurrency" else given.slots
         point: dict[str, Any] = {"load": "closed" if kind == "concurrency" else "open"}
-        point |= {kind: value, "num_slots": slots, "warm_up_seconds": {}, "modes": {}}
+        point |= {kind: value, "num_slots": slots, "modes": {}}
         self.result["points"].append(point)
         jobs = self._models.jobs(given, given.requests or max(2 * slots, 8))
         point["num_requests"] = len(jobs)
-        engines = {}
-        for mode in given.modes:
-            engines[mode], seconds = self._engine(mode, slots, is_open=kind == "rate")
-            point["warm_up_seconds"][mode] = seconds
-            point["num_programs"] = max(
-                point.get("num_programs", 0), engines[mode].num_programs
-            )
+        engines = self._engines(slots, is_open=kind == "rate", point=point)
         self._say(f"{kind} {value:g}: compiled, {self._elapsed:.0f} s")
         trials: dict[str, list[loads.Trial]] = {mode: [] for mode in given.modes}
         words: dict[str, list[list[int]]] = {}
@@ -121,20 +117,51 @@ class _Bench:
         del engines
         gc.collect()  # The next load's pools need the memory.
 
-    def _engine(self, mode: str, slots: int, *, is_open: bool) -> tuple[Engine, float]:
-        """A warm engine; one that is metered gets its costs measured."""
+    def _engines(
+        self, slots: int, *, is_open: bool, point: dict[str, Any]
+    ) -> dict[str, Engine]:
+        """Warm engines by mode; those that are metered have their costs."""
+        modes = self._arguments.modes
+
+        def make(mode: str) -> Engine:
+            return self._engine(mode, slots, is_open=is_open, costs=self._costs)
+
+        engines = _quietly(lambda: {mode: make(mode) for mode in modes})
+        # Compiling is most of it, and much of that runs beside Python.
+        with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
+            seconds = list(pool.map(Engine.warm_up, engines.values()))
+        point["warm_up_seconds"] = dict(zip(modes, seconds, strict=True))
+        point["num_programs"] = {m: e.num_programs for m, e in engines.items()}
+        if self._costs is None and "compact" in engines:
+            engine = engines["compact"]
+            most = engine.max_measured_context(_MEASURED_STEPS)
+            measured = profile.measure_steps(
+                engine,
+                sorted({max(most // 4, 1), most}),
+                num_steps=_MEASURED_STEPS,
+                repeats=_MEASURED_REPEATS,
+            )
+            costs = profile.make_costs(measured, {}, is_fastest=True)
+            point["step_costs"] = [step._asdict() for step in measured]
+            del engine
+            for mode in set(_METERED) & set(engines):
+                del engines[mode]  # frees its pools before the next are made
+                engines[mode] = self._engine(mode, slots, is_open=is_open, costs=costs)
+        return engines
+
+    def _engine(
+        self, mode: str, slots: int, *, is_open: bool, costs: Costs | None
+    ) -> Engine:
         given, models = self._arguments, self._models
         length = given.draft_length or models.drafter.config.block_size
         longest = models.longest_prompt + given.max_new_tokens
         # Room to measure steps at the longest context, too.
         longest += _MEASURED_STEPS * given.rounds_per_step * (1 + length)
-        longest = min(longest, models.target.config.max_position + 1)
-        page = given.page_size
         settings = EngineConfig(
             mode=mode,  # type: ignore[arg-type]
             num_slots=slots,
-            max_length=longest,
-            page_size=page,
+            max_length=min(longest, models.target.config.max_position + 1),
+            page_size=given.page_size,
             rule=bench.rule_of(given),  # type: ignore[arg-type]
             draft_length=given.draft_length,
             candidates=given.candidates,
@@ -145,38 +172,18 @@ class _Bench:
             max_stop_tokens=max(len(models.stop_tokens), 1),
             rounds_per_step=given.rounds_per_step,
         )
-        target = models.target, models.target_params
-        drafter = models.drafter, models.drafter_params
-        arguments = (*target, *drafter) if mode != "plain" else target
-
-        def make(costs: OnlineCosts | None) -> Engine:
-            return Engine(
-                *arguments,
-                config=settings,
-                costs=costs,
-                temperatures=None if mode == "plain" else self._temperatures,
-            )
-
-        if mode in _METERED and self._costs is not None:
-            engine = make(OnlineCosts(self._costs))
-            return engine, engine.warm_up()
-        if mode == "cap-accept":  # after "compact": MODES' order
-            engine = make(OnlineCosts(self._measured))
-            return engine, engine.warm_up()
-        engine = _quietly(lambda: make(None))
-        seconds = engine.warm_up()
-        if mode != "compact":
-            return engine, seconds
-        most = engine.max_measured_context(_MEASURED_STEPS)
-        measured = profile.measure_steps(
-            engine,
-            sorted({max(most // 4, 1), most}),
-            num_steps=_MEASURED_STEPS,
-            repeats=_MEASURED_REPEATS,
+        if mode == "plain":
+            return Engine(models.target, models.target_params, config=settings)
+        follows = OnlineCosts(costs) if costs is not None and mode in _METERED else None
+        return Engine(
+            models.target,
+            models.target_params,
+            models.drafter,
+            models.drafter_params,
+            config=settings,
+            costs=follows,
+            temperatures=self._temperatures,
         )
-        self._measured = profile.make_costs(measured, {}, is_fastest=True)
-        del engine  # frees its pools before the next are made
-        return make(OnlineCosts(self._measured)), seconds
 
     def _say(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -315,8 +322,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _quietly(make: Callable[[], Engine]) -> Engine:
-    """Makes an engine whose missing costs are about to be measured."""
+def _quietly(make: Callable[[], dict[str, Engine]]) -> dict[str, Engine]:
+    """Makes engines whose missing costs are about to be measured."""
     logger = logging.getLogger("dspark_jax.serving.planning")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -27,7 +27,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     >>> ratio([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
     Ratio(mean=2.0, low=2.0, high=2.0)
     """
-    if len(ours) != len(theirs) or not ours:
+    if len(ours) != len(theirs) or len(ours) == 0:
         raise ValueError(
             f"`ours` and `theirs` must be pairs, got {len(ours)} and {len(theirs)}"
         )

@@ -181,7 +181,7 @@ def _forward(target, params, tokens, positions, cache, *, tap_layers=()):
 
 def _unembed(target, params, hidden):
     logits = target.unembed(params, hidden[..., :-1])
-    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_scripted = ids == hidden[..., -1:].astype(jnp.int32)
     return logits + jnp.where(is_scripted, jnp.float32(_BONUS), jnp.float32(0))
 

@@ -1,0 +1,119 @@
+"""`dspark bench serve` on tiny shapes and on a tiny model of files."""
+
+import json
+
+import numpy as np
+import pytest
+
+RATES = [0.7, 0.65, 0.6, 0.6, 0.6, 0.6, 0.6]
+SLOTS = [
+    {"num_rounds": 1000, "accepted_share": float(share), "auroc": 0.75}
+    for share in np.cumprod(RATES)
+]
+REACHED = [1000, *(1000 * np.cumprod(RATES[:-1])).tolist()]
+CALIBRATION = {"num_reached_at": REACHED, "before": {"slots": SLOTS}}
+QUICK = ("--page-size", 16, "--chunk", 16, "--requests", 8)
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(CALIBRATION))
+    return path
+
+
+def test_random_weights_with_replayed_acceptance(run, calibration, tmp_path):
+    output, plot = tmp_path / "serve.json", tmp_path / "serve.png"
+    status, out, err = run(
+        "bench", "serve", "--shapes", "tiny", "--replay", calibration,
+        "--concurrency", 4, "--repeats", 2, "--max-new-tokens", 40,
+        "--output", output, "--plot", plot, "--json", *QUICK,
+    )  # fmt: skip
+    assert status == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert found == json.loads(output.read_text())
+    assert plot.stat().st_size > 5000
+    assert found["is_complete"]
+    assert found["is_replayed"]
+    assert found["replay"]["calibration"] == "calibration.json"
+    (point,) = found["points"]
+    assert point["load"] == "closed"
+    assert point["concurrency"] == 4
+    assert point["num_repeats"] == 2
+    assert point["num_equal_words"] == {"plain": 8, "static": 8, "compact": 8}
+    static = point["modes"]["static"]
+    # 1 + .7 + .7 * .65 + ... = 2.9 if no window were cut at the end of an answer.
+    assert 2.3 < static["accepted_length"] < 3.4
+    assert point["modes"]["plain"]["accepted_length"] is None
+    for mode in point["modes"].values():
+        assert len(mode["tokens_per_second_of_trials"]) == 2
+        assert mode["tokens_per_second"] > mode["user_tokens_per_second"] > 0
+    assert static["domains"]["all"]["num_rounds"] > 0
+    assert {ratio["to"] for ratio in point["ratios"].values()} <= {"plain", "static"}
+
+
+def test_a_model_of_files_under_arrivals(run, target, drafters, prompt_file):
+    status, out, err = run(
+        "bench", "serve", "--target", target,
+        "--drafter", drafters["dspark_vanilla_b4"], "--prompts", prompt_file,
+        "--modes", "static", "--rates", 200, "--slots", 2, "--repeats", 1,
+        "--max-new-tokens", 4, "--temperature", 0.7, "--draft-length", 2, "--json",
+        *QUICK,
+    )  # fmt: skip
+    assert status == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert not found["is_replayed"]
+    assert found["rule"] == "seeded"
+    assert found["num_prompts"] == 6
+    (point,) = found["points"]
+    assert (point["load"], point["rate"]) == ("open", 200)
+    assert set(point["modes"]["static"]["domains"]) == {"sums", "tales"}
+    assert point["modes"]["static"]["request_seconds"]["p95"] > 0
+
+
+def test_time_is_up(run, calibration):
+    status, out, err = run(
+        "bench", "serve", "--shapes", "tiny", "--replay", calibration,
+        "--modes", "plain", "--concurrency", 4, 4, "--time-limit", 0.01,
+        "--max-new-tokens", 4, "--json", *QUICK,
+    )  # fmt: skip
+    assert status == 0, err
+    found = json.loads(out.splitlines()[-1])
+    assert not found["is_complete"]
+    assert len(found["points"]) < 2
+    assert "time is up" in err
+
+
+BAD = (
+    (("--concurrency", 0), "--concurrency must be at least 1, got 0"),
+    (("--rates", -1), "--rates must be a positive number, got -1.0"),
+    (("--time-limit", 0), "--time-limit must be a positive number, got 0.0"),
+    (("--repeats", 0), "--repeats must be at least 1, got 0"),
+    (("--concurrency",), "--concurrency or --rates must name a load"),
+    (("--shapes", "tiny"), "--shapes needs --replay: random weights accept nothing"),
+    (("--replay", "x.json"), "--replay needs --shapes"),
+    (("--replay-domains", "x.json"), "--replay-domains needs --shapes"),
+    (("--modes", "cap-accept"), "cap-accept needs compact beside it, or --costs"),
+    (("--prompts", "none.jsonl"), "--prompts: no such file or folder: none.jsonl"),
+    (("--output", "no/such/x.json"), "--output: no such folder: no/such"),
+    (
+        ("--shapes", "tiny", "--replay", "x.json", "--temperature", 1),
+        "--shapes is for temperature 0: its words are scripted",
+    ),
+    (
+        ("--shapes", "tiny", "--replay", "x.json", "--drafter", "d"),
+        "--drafter does not go with --shapes, which makes its own",
+    ),
+    (("--shapes", "tiny", "--replay", "x.json"), "No such file or directory: 'x.json'"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input(arguments, message, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run("bench", "serve", *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("dspark bench: error:")
+    assert message in err
+    assert err.count("\n") == 1
