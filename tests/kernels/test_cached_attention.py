@@ -81,7 +81,18 @@ def interpreted(monkeypatch, module, **parameters):
     )
 
 
-@pytest.mark.parametrize("case", everything, ids=lambda c: f"{c.kind} {c.name}")
+# A part of them is enough for a quick look: every other case is marked slow.
+TPU = [
+    pytest.param(
+        case,
+        id=f"{case.kind} {case.name}",
+        marks=pytest.mark.slow if number % 2 else [],
+    )
+    for number, case in enumerate(everything)
+]
+
+
+@pytest.mark.parametrize("case", TPU)
 def test_tpu_interpreter_equals_the_definition(case, monkeypatch):
     interpreted(monkeypatch, mosaic_tpu, interpret=True)
     config = tuning.MosaicTpuConfig(key_tile=128, max_rows=48)
