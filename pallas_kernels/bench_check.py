@@ -63,9 +63,12 @@ def call_of(
 def _check_configs(name: str, case: cases.CachedCase) -> list[Any]:
     if name != "mosaic_gpu":
         return [None]
-    stages = 1 if case.width == 256 else 3
-    make = functools.partial(tuning.MosaicGpuConfig, stages=stages)
-    more = [make(max_parts=20, workers=7)] if case.name == "ragged" else []
+    if case.width == 256:
+        return [tuning.MosaicGpuConfig(stages=1, max_parts=parts) for parts in (1, 3)]
+    make = functools.partial(tuning.MosaicGpuConfig, warpgroups=2)
+    more = []
+    if case.name == "ragged":
+        more = [make(max_parts=20, workers=7), make(max_parts=3, warpgroups=1)]
     return [make(max_parts=1), make(max_parts=3), *more]
 
 

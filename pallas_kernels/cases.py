@@ -1,6 +1,7 @@
 """The workloads, named once: tests, benchmark and tuning all take them from here."""
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -213,6 +214,33 @@ def cached_inputs(case: CachedCase, *, draw: Draw = drawn_on_host) -> CachedInpu
     arguments["num_keys"] = jnp.asarray(np.pad(seen_by, pad), jnp.int32)
     arguments["max_rows"] = max(rows)
     return CachedInputs(query, *found, arguments)
+
+
+def cached_shapes(
+    case: CachedCase,
+) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """(query, keys, values), named arrays and static arguments, as shapes only."""
+    batch, heads = len(case.lengths), case.heads
+    number = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    rows = case.rows if isinstance(case.rows, tuple) else (case.rows,) * batch
+    total = sum(rows)
+    cache = (batch, case.kv_heads, case.size, case.width)
+    arrays = {}
+    if case.page is not None:
+        pages = -(-case.size // case.page)
+        cache = (batch * pages, case.kv_heads, case.page, case.width)
+        arrays["page_table"] = number((batch, pages))
+    dtype = jnp.dtype(case.dtype)
+    keys = jax.ShapeDtypeStruct(cache, dtype)
+    query: tuple[int, ...] = (total, heads, case.width)
+    static: dict[str, Any] = {"window": case.window}
+    if case.kind == "block":
+        query = (batch, rows[0], heads, case.width)
+        arrays["num_keys"] = number((batch,))
+    else:
+        arrays |= {"num_keys": number((total,)), "slots": number((total,))}
+        static["max_rows"] = max(rows)
+    return (jax.ShapeDtypeStruct(query, dtype), keys, keys), arrays, static
 
 
 def _paged(found: list[jax.Array], page: int) -> tuple[list[jax.Array], jax.Array]:

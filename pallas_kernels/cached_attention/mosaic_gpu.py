@@ -17,12 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import _compat, _dispatch
 from pallas_kernels.cached_attention import (
     mosaic_gpu_combine,
+    mosaic_gpu_softmax,
     mosaic_gpu_worker,
     tuning,
 )
 from pallas_kernels.cached_attention import runs as runs_lib
 from pallas_kernels.cached_attention import schedule as schedule_lib
-from pallas_kernels.cached_attention.mosaic_gpu_worker import PIECE, ROWS
+from pallas_kernels.cached_attention.mosaic_gpu_softmax import PIECE, ROWS
 from pallas_kernels.cached_attention.tuning import MosaicGpuConfig
 
 SHARED_MEMORY = 232_448  # bytes a block may have on Hopper
@@ -58,7 +59,12 @@ def supports(
     if paged and tile % key_rows and key_rows % tile:
         return f"pages of {key_rows} keys and tiles of {tile} must divide one another"
     if config is not None:
-        needed = shared_memory(config, width)
+        if config.warpgroups > 1 and (width > PIECE or config.stages % 2):
+            return (
+                f"two warpgroups need head widths up to {PIECE} and an even number of "
+                f"stages, got {width} and {config.stages}"
+            )
+        needed = mosaic_gpu_worker.shared_memory(width, config)
         if needed > SHARED_MEMORY:
             return (
                 f"{config} needs {needed} bytes of shared memory, the limit is "
@@ -86,15 +92,6 @@ def default_config(
     return found
 
 
-def shared_memory(config: MosaicGpuConfig, width: int) -> int:
-    """Bytes of shared memory that a worker allocates, barriers aside."""
-    ring = config.stages * 2 * config.key_tile * width * 2
-    out = ROWS * min(width, PIECE) * 2
-    part = ROWS * min(width, PIECE) * 4 + ROWS * 4 if config.max_parts > 1 else 0
-    fixed = 2 * ROWS * width * 2 + ROWS * config.key_tile * 2 + out + part
-    return ring + fixed + 4096  # barriers and the scratch of reductions
-
-
 def attend(
     query: jax.Array,
     keys: jax.Array,
@@ -111,11 +108,12 @@ def attend(
     total, heads, width = query.shape
     kv_heads, key_rows = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
-    shape = mosaic_gpu_worker.Shape(
+    shape = mosaic_gpu_softmax.Shape(
         total_rows=total,
         kv_heads=kv_heads,
         group=group,
-        width=width,
+        pieces=-(-width // PIECE),
+        piece=min(width, PIECE),
         key_rows=key_rows,
         rows=min(runs.num_keys.shape[1], ROWS // group),
         copies=max(config.key_tile // key_rows, 1) if page_table is not None else 1,
@@ -160,9 +158,12 @@ def attend(
         scratch_types=(mosaic_gpu_worker.scratch_types(shape, config, query.dtype),),
         grid=(workers,),
         grid_names=("worker",),
-        num_threads=2,
+        num_threads=config.warpgroups + 1,
         thread_name="role",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=mosaic_gpu_worker.REDUCTIONS,
+        ),
         interpret=interpret,
     )
     table = jnp.zeros((1, 1), jnp.int32)

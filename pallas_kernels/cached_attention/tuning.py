@@ -13,18 +13,23 @@ class MosaicGpuConfig:
       key_tile: keys a tile, a multiple of 64.
       stages: tiles in flight.
       workers: blocks launched, one a multiprocessor.
+      warpgroups: that multiply, 1 or 2. Two hide one's softmax behind the other's
+        products; they need an even number of stages.
     """
 
     max_parts: int = 1
     key_tile: int = 64
     stages: int = 4
     workers: int = 132
+    warpgroups: int = 1
 
     def __post_init__(self) -> None:
         if self.key_tile < 64 or self.key_tile % 64:
             raise ValueError(
                 f"`key_tile` must be a positive multiple of 64, got {self.key_tile}"
             )
+        if self.warpgroups not in (1, 2):
+            raise ValueError(f"`warpgroups` must be 1 or 2, got {self.warpgroups}")
         for name in ("max_parts", "stages", "workers"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -119,7 +124,10 @@ def mosaic_gpu(
         # A unit of the mean length, cut at two places that are not its own ends.
         max_parts = min(-(-multiprocessors // units) + 2, MOST_PARTS)
     return MosaicGpuConfig(
-        max_parts=max_parts, stages=STAGES[width], workers=multiprocessors
+        max_parts=max_parts,
+        stages=STAGES[width],
+        workers=multiprocessors,
+        warpgroups=2 if width <= 128 else 1,
     )
 
 

@@ -111,9 +111,7 @@ def test_gradients_equal_the_definition_s(anchors):
         np.testing.assert_array_equal(np.asarray(found[name])[dropped], 0)
 
 
-@pytest.mark.parametrize(
-    ("anchors", "slots", "length"), [(4, 3, 7), (5, 3, 6), (3, 4, 8)]
-)
+@pytest.mark.parametrize(("anchors", "slots", "length"), [(4, 3, 7), (5, 3, 6)])
 @pytest.mark.parametrize("skips_context", [False, True])
 def test_side_by_side_equals_the_definition(anchors, slots, length, skips_context):
     arrays, masks = draw(2, anchors=anchors, slots=slots, length=length)

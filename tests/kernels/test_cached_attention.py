@@ -1,5 +1,6 @@
 """`cached_attention` on the CPU: the definition, and both dialects' interpreters."""
 
+import dataclasses
 import functools
 
 import jax
@@ -81,7 +82,18 @@ def interpreted(monkeypatch, module, **parameters):
     )
 
 
-@pytest.mark.parametrize("case", everything, ids=lambda c: f"{c.kind} {c.name}")
+# A part of them is enough for a quick look: every other case is marked slow.
+TPU = [
+    pytest.param(
+        case,
+        id=f"{case.kind} {case.name}",
+        marks=pytest.mark.slow if number % 2 else [],
+    )
+    for number, case in enumerate(everything)
+]
+
+
+@pytest.mark.parametrize("case", TPU)
 def test_tpu_interpreter_equals_the_definition(case, monkeypatch):
     interpreted(monkeypatch, mosaic_tpu, interpret=True)
     config = tuning.MosaicTpuConfig(key_tile=128, max_rows=48)
@@ -102,7 +114,7 @@ needs_mosaic_gpu = pytest.mark.skipif(
 QUICK = {
     "block: ragged": "shares",
     "block: empty and one": "shares",
-    "block: window": "whole",
+    "block: window": "shares, one warpgroup",
     "block: two tiles of rows": "shares",
     "block: three heads, odd capacity": "whole",
     "block: pages of 16": "shares",
@@ -110,8 +122,9 @@ QUICK = {
     "verify: pages of 64": "whole",
 }
 PARTS = {
-    "whole": {"max_parts": 1, "workers": 2},
-    "shares": {"max_parts": 3, "workers": 5},
+    "whole": {"max_parts": 1, "workers": 2, "warpgroups": 2},
+    "shares": {"max_parts": 3, "workers": 5, "warpgroups": 2},
+    "shares, one warpgroup": {"max_parts": 3, "workers": 5, "warpgroups": 1},
 }
 INTERPRETED = [
     pytest.param(
@@ -131,7 +144,7 @@ INTERPRETED = [
 @pytest.mark.parametrize(("case", "parts"), INTERPRETED)
 def test_gpu_interpreter_equals_the_definition(case, parts, monkeypatch):
     interpreted(monkeypatch, mosaic_gpu, interpret=_compat.gpu_interpreter())
-    config = tuning.MosaicGpuConfig(
-        stages=1 if case.width == 256 else 2, **PARTS[parts]
-    )
+    config = tuning.MosaicGpuConfig(stages=2, **PARTS[parts])
+    if case.width == 256:
+        config = dataclasses.replace(config, stages=1, warpgroups=1)
     check(run(case, implementation="mosaic_gpu", config=config), case)

@@ -94,6 +94,10 @@ def verify(**more):
             "`stages` must be at least 1, got 0",
         ),
         (
+            lambda: tuning.MosaicGpuConfig(warpgroups=3),
+            "`warpgroups` must be 1 or 2, got 3",
+        ),
+        (
             lambda: tuning.MosaicTpuConfig(key_tile=100),
             "`key_tile` must be a positive multiple of 128, got 100",
         ),
@@ -137,6 +141,11 @@ def reason(module, query=(6, 4, 64), keys=(2, 2, 64, 64), dtype=bf16, **more):
         (
             {"keys": (9, 2, 24, 64), "paged": True},
             "pages of 24 keys and tiles of 64 must divide one another",
+        ),
+        (
+            {"config": tuning.MosaicGpuConfig(stages=3, warpgroups=2)},
+            "two warpgroups need head widths up to 128 and an even number of stages, "
+            "got 64 and 3",
         ),
         (
             {"config": tuning.MosaicGpuConfig(stages=14)},

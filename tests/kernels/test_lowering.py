@@ -4,7 +4,6 @@ import functools
 import warnings
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import _compat, cached_attention, cases
@@ -16,40 +15,11 @@ needs_mosaic_gpu = pytest.mark.skipif(
 LARGE = {case.name: case for case in cases.BENCH}
 
 
-def shapes(case):
-    """The case's function and its arguments as shapes."""
-    batch, heads = len(case.lengths), case.heads
-    number = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    rows = case.rows if isinstance(case.rows, tuple) else (case.rows,) * batch
-    total = sum(rows)
-    cache = (batch, case.kv_heads, case.size, case.width)
-    arrays = {}
-    if case.page is not None:
-        pages = case.size // case.page
-        cache = (batch * pages, case.kv_heads, case.page, case.width)
-        arrays["page_table"] = number((batch, pages))
-    dtype = jnp.dtype(case.dtype)
-    keys = jax.ShapeDtypeStruct(cache, dtype)
-    query = (total, heads, case.width)
-    static = {"window": case.window}
-    if case.kind == "block":
-        query = (batch, rows[0], heads, case.width)
-        arrays["num_keys"] = number((batch,))
-        function = cached_attention.block_attention
-    else:
-        arrays |= {"num_keys": number((total,)), "slots": number((total,))}
-        static["max_rows"] = max(rows)
-        function = cached_attention.verify_attention
-    return (
-        functools.partial(function, **static),
-        (jax.ShapeDtypeStruct(query, dtype), keys, keys),
-        arrays,
-    )
-
-
 def lowered(case, platform, **more):
-    function, arguments, arrays = shapes(case)
-    traced = jax.jit(functools.partial(function, **more)).trace(*arguments, **arrays)
+    arguments, arrays, static = cases.cached_shapes(case)
+    function = getattr(cached_attention, f"{case.kind}_attention")
+    call = jax.jit(functools.partial(function, **static, **more))
+    traced = call.trace(*arguments, **arrays)
     return traced.lower(lowering_platforms=(platform,)).as_text()
 
 

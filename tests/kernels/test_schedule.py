@@ -17,7 +17,7 @@ equal_shares = jax.jit(schedule.equal_shares, static_argnums=(1, 2, 3))
     workers=st.integers(1, 9),
     max_parts=st.integers(2, 5),
 )
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=25)
 def test_equal_shares_read_every_tile_once(tiles, heads, workers, max_parts):
     plan = schedule.equal_shares(
         jnp.asarray(tiles, jnp.int32), heads, workers, max_parts

@@ -1,0 +1,68 @@
+"""An optional ring: full compilation for an H200, a v5e and a v6e without any of them.
+
+Runs where the compilers are installed, with JAX_PLATFORMS unset for the GPU's:
+
+    pip install 'jax-cuda13-plugin[with-cuda]'     # the version of the installed jax
+    pip install libtpu
+
+and LD_LIBRARY_PATH naming the `lib` folders of the nvidia packages.
+"""
+
+import functools
+import importlib.util
+import pathlib
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from pallas_kernels import cached_attention, cases
+
+pytestmark = pytest.mark.slow
+NAMES = (
+    "block 1x8192",
+    "block 64xragged",
+    "verify paged 64xragged",
+    "smollm2 verify 8x1024",
+    "window",
+    "width 256",
+    "pages of 16",
+)
+
+
+def compiles(topology, implementation):
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def placed(array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    for case in (*cases.BENCH, *cases.SMALL):
+        if case.name not in NAMES:
+            continue
+        arguments, arrays, static = cases.cached_shapes(case)
+        arguments, arrays = jax.tree.map(placed, (arguments, arrays))
+        function = getattr(cached_attention, f"{case.kind}_attention")
+        call = functools.partial(function, implementation=implementation, **static)
+        lowered = jax.jit(call).lower(*arguments, **arrays)
+        assert "custom-call" in lowered.compile().as_text()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed"
+)
+@pytest.mark.parametrize("name", ["v5e:2x2", "v6e:2x2"])
+def test_compiles_for_tpus(name):
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+    compiles(topology, "mosaic_tpu")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="jax-cuda13-plugin is not installed",
+)
+def test_compiles_for_an_h200():
+    config = (pathlib.Path(__file__).parent / "h200.pbtxt").read_text()
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology="1x1x1", target_config=config
+    )
+    compiles(topology, "mosaic_gpu")
