@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import config as config_lib
+from dspark_jax import products
 from dspark_jax.config import BlockConfig, RopeConfig
 
 
@@ -252,7 +253,7 @@ def dot(
     bias: Float[Array, "O"] | None = None,
 ) -> Float[Array, "... O"]:
     """x @ weight.T + bias in x's dtype."""
-    out = _product(x, weight.astype(x.dtype), x.dtype)
+    out = products.product(x, weight.astype(x.dtype), x.dtype)
     return out if bias is None else out + _along_last_axis(bias, out)
 
 
@@ -260,7 +261,7 @@ def unembed(
     hidden: Float[Array, "... D"], head: Float[Array, "V D"]
 ) -> Float[Array, "... V"]:
     """Float32 logits: hidden @ head.T."""
-    return _product(hidden, head.astype(hidden.dtype), jnp.float32)
+    return products.product(hidden, head.astype(hidden.dtype), jnp.float32)
 
 
 def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -268,7 +269,7 @@ def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     product = functools.partial(
         jnp.einsum,
         spec,
-        precision=precision(x.dtype),
+        precision=products.precision(x.dtype),
         preferred_element_type=jnp.float32,
     )
     if x.dtype.itemsize >= 4:
@@ -282,89 +283,6 @@ def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, y, cpu=widened, default=product)
 
 
-def _product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-    """x @ weight.T over the last axis, accumulated and returned in `dtype`."""
-    rows = x.reshape(-1, x.shape[-1])  # [T, I]
-    out = jax.lax.platform_dependent(
-        rows,
-        weight,
-        cpu=functools.partial(_product_on_cpu, dtype=dtype),
-        default=functools.partial(_product_of_rows, dtype=dtype),
-    )
-    return out.reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _product_of_rows(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.dot_general(
-        rows,
-        weight,
-        (((1,), (1,)), ((), ())),
-        precision=precision(rows.dtype),
-        preferred_element_type=dtype,
-    )
-
-
-def _product_on_cpu(rows: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
-    # A few rows cost almost what one costs only if the weights are read in place: as
-    # the left operand, with the smaller one kept apart by the barriers. Otherwise
-    # XLA:CPU packs the weights first (48 against 38 ms for 8 rows of a 135M model, 3
-    # times the work for 48 rows; no gain is left at 1,024), and runs one row of
-    # `rows @ weight.T` as a naive loop (92 against 22 ms, jax 0.12).
-    count = rows.shape[0]
-    if count == 1 or count > 512:
-        return _weights_on_the_left(weight, rows.T, dtype).T
-    left, right = weight, rows.T
-    if count <= _LANES:
-        left, right = _fill_lanes(weight, rows)
-    right = jax.lax.optimization_barrier(right)
-    out = jax.lax.optimization_barrier(_weights_on_the_left(left, right, dtype))
-    return out.reshape(weight.shape[0], -1).T[:count]
-
-
-# Columns of one vector register of XLA:CPU's kernel (AVX-512), and bytes of a page.
-_LANES = 16
-_PAGE = 4096
-
-
-def _fill_lanes(weight: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Left [O / n, n * I] and right [n * I, n * W] operand of the product of few rows.
-
-    The kernel reads several rows of weights at once, and the processor prefetches one
-    stream a page: rows shorter than a page come slower. They are joined, n of them
-    against a block-diagonal right side, whose zeros cost nothing while its columns fit
-    the register that the kernel fills anyway. Rows are padded to a power of two, since
-    other counts are slow (7 rows cost more than 8).
-    """
-    count, width = rows.shape
-    padded = 1 << (count - 1).bit_length()
-    rows = jnp.pad(rows, ((0, padded - count), (0, 0)))
-    joined = 1
-    while (
-        joined * width * rows.dtype.itemsize < _PAGE
-        and 2 * joined * padded <= _LANES
-        and weight.shape[0] % (2 * joined) == 0
-    ):
-        joined *= 2
-    if joined == 1:
-        return weight, rows.T
-    diagonal = [
-        jnp.pad(rows, ((0, 0), (at * width, (joined - 1 - at) * width)))
-        for at in range(joined)
-    ]
-    right = jnp.concatenate(diagonal, axis=0).T
-    return weight.reshape(-1, joined * width), right
-
-
-def _weights_on_the_left(weight: jax.Array, right: jax.Array, dtype: Any) -> jax.Array:
-    return jax.lax.dot_general(
-        weight,
-        right,
-        (((1,), (0,)), ((), ())),
-        precision=precision(right.dtype),
-        preferred_element_type=dtype,
-    )
-
-
 def embed(
     table: Float[Array, "V D"], ids: Int[Array, "..."], dtype: Any
 ) -> Float[Array, "... D"]:
@@ -375,13 +293,6 @@ def embed(
 def _along_last_axis(vector: jax.Array, like: jax.Array) -> jax.Array:
     """`vector` with leading axes of size 1 and the dtype of `like`, to broadcast."""
     return vector.astype(like.dtype).reshape(*([1] * (like.ndim - 1)), -1)
-
-
-def precision(dtype: Any) -> jax.lax.Precision:
-    """True float32 for float32 operands, the backend's default otherwise."""
-    if jnp.dtype(dtype) == jnp.float32:
-        return jax.lax.Precision.HIGHEST
-    return jax.lax.Precision.DEFAULT
 
 
 def dtype_of(name: str) -> Any:

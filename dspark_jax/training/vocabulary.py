@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import layers
+from dspark_jax import layers, products
 from dspark_jax.training.losses import (
     SlotTerms,
     TermWeights,
@@ -327,7 +327,7 @@ def _product(
         left,
         right,
         (((left_axis,), (right_axis,)), ((), ())),
-        precision=layers.precision(left.dtype),
+        precision=products.precision(left.dtype),
         preferred_element_type=jnp.float32,
     )
 
@@ -338,7 +338,7 @@ def _outer(gradient: jax.Array, feature: jax.Array) -> jax.Array:
         gradient,
         feature,
         ((axes, axes), ((), ())),
-        precision=layers.precision(gradient.dtype),
+        precision=products.precision(gradient.dtype),
         preferred_element_type=jnp.float32,
     )  # [V, R]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import layers
+from dspark_jax import layers, products
 from dspark_jax.training import vocabulary
 from dspark_jax.types import PyTree, Target
 
@@ -277,7 +277,7 @@ def _logits(hidden: jax.Array, head: jax.Array, banned: tuple[int, ...]) -> jax.
         hidden,
         head.astype(hidden.dtype),
         (((1,), (1,)), ((), ())),
-        precision=layers.precision(hidden.dtype),
+        precision=products.precision(hidden.dtype),
         preferred_element_type=jnp.float32,
     )
     if not banned:
