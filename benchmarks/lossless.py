@@ -171,7 +171,7 @@ def main() -> None:
                 known = slice(first, first + at + 1)
                 differing.append(
                     {
-                        "id": records[i]["id"],
+                        "id": records[i].id,
                         "position": at,
                         "top2_gap": float(again[1][row, first + at]),
                         "is_gap_of_the_loop": np.array_equal(
