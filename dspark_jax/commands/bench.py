@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=96,
         metavar="N",
-        help="of every answer (default %(default)s)",
+        help="of an answer, half of it at least (default %(default)s)",
     )
     add(
         "--temperature",

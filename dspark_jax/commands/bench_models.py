@@ -36,7 +36,15 @@ class BenchModels(NamedTuple):
         return max(len(ids) for _, ids in self.prompts)
 
     def jobs(self, arguments: argparse.Namespace, count: int) -> list[Job]:
-        """The first `count` requests; prompts come again if there are fewer."""
+        """The first `count` requests; prompts come again if there are fewer.
+
+        Answers may have half of `max_new_tokens` to all of them, so that requests end
+        at different times, as they do under a real load. If all had the same length,
+        plain decoding would run in waves, and spare itself most of the prefill steps.
+        """
+        longest = arguments.max_new_tokens
+        rng = np.random.default_rng([arguments.seed, count])
+        limits = rng.integers(-(-longest // 2), longest, size=count, endpoint=True)
         temperature = arguments.temperature
         sampling = Sampling(temperature=temperature) if temperature else Sampling()
         chosen = [self.prompts[i % len(self.prompts)] for i in range(count)]
@@ -44,7 +52,7 @@ class BenchModels(NamedTuple):
             Job(
                 domain=domain,
                 tokens=ids,
-                max_new_tokens=arguments.max_new_tokens,
+                max_new_tokens=int(limits[index]),
                 seed=arguments.seed * count + index,
                 stop_tokens=self.stop_tokens,
                 sampling=sampling,

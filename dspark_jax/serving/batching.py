@@ -36,9 +36,9 @@ class Bucket:
 
 
 def default_buckets(mode: str, num_slots: int, draft_length: int) -> tuple[Bucket, ...]:
-    """At most 11 shapes: a sixteenth, a quarter and all of the slots, by T.
+    """At most 10 shapes: a sixteenth, a quarter and all of the slots, by T.
 
-    "compact" has plain steps, half and full windows, and a quarter at the larger two.
+    "compact" has plain steps, half and full windows, and a quarter at the largest.
     """
     requests = sorted({-(-num_slots // 16), -(-num_slots // 4), num_slots})
     shapes = set()
@@ -48,7 +48,7 @@ def default_buckets(mode: str, num_slots: int, draft_length: int) -> tuple[Bucke
         if mode != "plain":
             shapes.add(Bucket(r, r * (1 + draft_length)))
         if mode == "compact":
-            shares = (2, 4) if rank < 2 else (2,)
+            shares = (2, 4) if rank == 0 else (2,)
             shapes.update(Bucket(r, r * (1 + draft_length // s)) for s in shares)
     return tuple(sorted(shapes))
 

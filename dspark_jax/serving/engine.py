@@ -89,12 +89,12 @@ class Engine:
             buckets = default_buckets(config.mode, config.num_slots, length)
         check_buckets(buckets, config.mode, config.num_slots, length)
         self._grid = BucketGrid(buckets)
+        self.config = config
         if self.num_programs > MAX_PROGRAMS:
             raise ValueError(
-                f"buckets must make at most {MAX_PROGRAMS} programs with the one for "
+                f"buckets must make at most {MAX_PROGRAMS} programs with those for "
                 f"prefill, got {self.num_programs}"
             )
-        self.config = config
         self.target = target
         self._spec = StepSpec(
             target=target,
@@ -126,7 +126,7 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Programs that `warm_up` compiles."""
-        return len(self._grid.buckets) + 1
+        return len(self._grid.buckets) + len(self.config.prefill_sizes)
 
     @property
     def draft_length(self) -> int:

@@ -28,7 +28,8 @@ class EngineConfig:
       buckets: the shapes of a step, (requests, packed tokens); None declares a few.
         tokens == requests is a plain step.
       chunk, prefill_groups: a prefill step feeds up to `prefill_groups` pieces of up
-        to `chunk` prompt tokens, of one request or of several.
+        to `chunk` prompt tokens, of one request or of several. Where few are to be
+        fed, a program of an eighth as many pieces does it.
       sampling_fields: the fields of `Sampling` that requests may set. Each costs time
         in every step, whoever uses it; () is a greedy engine.
       max_stop_tokens: stop tokens a request may have.
@@ -101,6 +102,15 @@ class EngineConfig:
                 "sampling_fields must have 'temperature' if it has any, got "
                 f"{self.sampling_fields}"
             )
+
+    @property
+    def prefill_sizes(self) -> tuple[int, ...]:
+        """Pieces that the prefill programs take: a few, or `prefill_groups`.
+
+        A request that comes while others decode must not pay, nor make them pay, for
+        rows of padding.
+        """
+        return tuple(sorted({max(1, self.prefill_groups // 8), self.prefill_groups}))
 
     @property
     def pages_per_slot(self) -> int:

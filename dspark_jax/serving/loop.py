@@ -102,6 +102,7 @@ class StepLoop:
             least_ahead=1,
             started_at=started_at,
             num_fed=sum(piece.count for piece in pieces),
+            num_pieces=self.runner.prefill_size(len(pieces)),
         )
         step.begin()
         self.in_flight.append(step)

@@ -42,7 +42,7 @@ class Recorder:
     ) -> None:
         """One step of one program, and the time it took."""
         if step.bucket is None:
-            name, requests = "prefill", config.prefill_groups
+            name, requests = f"prefill {step.num_pieces}", step.num_pieces
             rows = requests * config.chunk
         else:
             name, requests = step_name(step.bucket), step.bucket.requests

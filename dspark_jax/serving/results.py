@@ -27,6 +27,7 @@ class DispatchedStep:
     bucket: Bucket | None = None  # None: prefill
     plan: Plan | None = None
     num_fed: int = 0  # prefill: tokens fed
+    num_pieces: int = 0  # prefill: that its program takes
 
     def begin(self) -> None:
         """Counts the step into its requests' expectations."""

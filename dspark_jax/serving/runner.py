@@ -58,21 +58,28 @@ class StepRunner:
         """Compiles every program, several at a time, and runs each on padding."""
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             # A lowered program's executable is the one that later calls find.
-            lowered = [self._lower_prefill(), *map(self._lower_round, buckets)]
+            sizes = self._config.prefill_sizes
+            lowered = [*map(self._lower_prefill, sizes)]
+            lowered += map(self._lower_round, buckets)
             list(pool.map(lambda program: program.compile(), lowered))
-        result = self.prefill([])
+        for size in sizes:
+            result = self._prefill(self._no_pieces(size))
         for bucket in buckets:
             result = self.round(bucket, [], 0)
         result.block_until_ready()
 
     def prefill(self, pieces: Sequence[Piece]) -> jax.Array:
         """Feeds pieces of prompts; row i of the result is piece i's."""
-        columns = self.spec.prefill_control
-        control = np.zeros((self._config.prefill_groups, columns.width), np.int32)
-        control[:, columns.at("slot")] = self._config.num_slots
-        control[:, columns.at("length")] = 1
+        control = self._no_pieces(self.prefill_size(len(pieces)))
         for row, piece in zip(control, pieces, strict=False):
             self._fill(row, piece)
+        return self._prefill(control)
+
+    def prefill_size(self, num_pieces: int) -> int:
+        """Pieces that the program takes in which so many are fed."""
+        return next(n for n in self._config.prefill_sizes if n >= num_pieces)
+
+    def _prefill(self, control: np.ndarray) -> jax.Array:
         self._state, result = programs.prefill_chunk(
             self._params, self._state, control, spec=self.spec
         )
@@ -128,9 +135,15 @@ class StepRunner:
         result.copy_to_host_async()
         return result
 
-    def _lower_prefill(self) -> Any:
-        shape = self._config.prefill_groups, self.spec.prefill_control.width
-        control = np.zeros(shape, np.int32)
+    def _no_pieces(self, size: int) -> np.ndarray:
+        columns = self.spec.prefill_control
+        control = np.zeros((size, columns.width), np.int32)
+        control[:, columns.at("slot")] = self._config.num_slots
+        control[:, columns.at("length")] = 1
+        return control
+
+    def _lower_prefill(self, size: int) -> Any:
+        control = self._no_pieces(size)
         return programs.prefill_chunk.lower(
             self._params, self._state, control, spec=self.spec
         )

@@ -103,7 +103,7 @@ BAD_ENGINES = (
     ),
     (
         {"buckets": tuple(Bucket(16, 16 + n) for n in range(49))},
-        "at most 12 programs with the one for prefill, got 50",
+        "at most 12 programs with those for prefill, got 51",
     ),
 )
 
