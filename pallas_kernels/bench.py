@@ -122,6 +122,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIELD=V,V",
         help="settings to sweep, all combinations; default: the table's",
     )
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="also what each kernel of a call takes by itself, by CUPTI",
+    )
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument(
         "--limit-seconds",

@@ -52,15 +52,14 @@ def results(
             }
             started = time.monotonic()
             try:
-                timing, error = _time(case, buffers, name, config, arguments)
+                timing, more = _time(case, buffers, name, config, arguments)
             except NotImplementedError as refusal:
                 row["refused"] = str(refusal)
             except bench_check.FAILURES:
                 row["error"] = traceback.format_exc()[-3000:]
             else:
                 row |= _figures(row, timing, ceiling)
-                row["relative_error"] = error
-                row["is_wrong"] = error is not None and not error <= 2e-2
+                row |= more
             row["took_s"] = round(time.monotonic() - started, 2)
             yield row
 
@@ -99,10 +98,10 @@ def _time(
     name: str,
     config: Any,
     arguments: Any,
-) -> tuple[bench_timing.Timing, float | None]:
+) -> tuple[bench_timing.Timing, dict[str, Any]]:
     if name in bench_peers.TORCH:
         seconds = bench_peers.TORCH[name](case, len(buffers), arguments.repetitions)
-        return bench_timing.of(seconds), None
+        return bench_timing.of(seconds), {}
     if name in bench_peers.PEERS:
         call = bench_peers.PEERS[name](case, buffers[0])
     else:
@@ -133,7 +132,10 @@ def _time(
         calls=rounds * len(stored),
         repetitions=arguments.repetitions,
     )
-    return timing, error
+    more: dict[str, Any] = {"relative_error": error, "is_wrong": not error <= 2e-2}
+    if arguments.kernels:
+        more["kernels_us"] = bench_timing.kernels(jax.jit(call), query, *stored[0])
+    return timing, more
 
 
 def _work(case: cases.CachedCase) -> dict[str, float]:

@@ -57,6 +57,23 @@ def chained(
     return of(seconds)
 
 
+def kernels(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, float]]:
+    """Names and microseconds of the kernels that a call launches, by CUPTI.
+
+    The first call of three is left out: what it reads may be in the cache or not.
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    measured = profiler.Cupti().measure(function, aggregate=False, iterations=3)
+    _, timings = measured(*arguments)
+    if not timings:
+        return []
+    return [
+        (name, round(1e3 * statistics.median(run[at][1] for run in timings[1:]), 2))
+        for at, (name, _) in enumerate(timings[0])
+    ]
+
+
 def ceiling() -> dict[str, float]:
     """Copy (read and write) and matmul, the best of several runs."""
     elements = 2**28 if jax.default_backend() == "gpu" else 2**22
