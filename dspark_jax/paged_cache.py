@@ -10,7 +10,8 @@ with a `RowLayout` that says whose each row is. A target that is built on
 `cache.attend(layer, q, k, v, positions)` then runs on [1, T] rows unchanged.
 
 Nothing is erased when a page changes hands. A row sees positions up to its own only,
-and values beyond a request's last position count as zero: a stranger's NaN stays his.
+and values beyond a request's last position count as zero: a NaN that another request
+left behind reaches nobody.
 """
 
 from typing import Any
@@ -102,6 +103,7 @@ class PagedCache(flax.struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
+        """Positions that a page table spans."""
         return self.table.shape[1] * self.pool.keys[0].shape[2]
 
     def write(

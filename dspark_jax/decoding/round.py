@@ -207,8 +207,7 @@ def _allocate(
     window: Int[Array, "B"], confidence: Float[Array, "B K"] | None, budget: jax.Array
 ) -> Int[Array, "B"]:
     """The windows' likeliest slots, `budget` of all requests together."""
-    if confidence is None:
-        raise ValueError("a budget needs a drafter with a confidence head")
+    assert confidence is not None  # the engine refuses a drafter without a head
     slots = jnp.arange(confidence.shape[1], dtype=jnp.int32)[None]
     survival = jnp.cumprod(confidence, axis=1)
     # Slots that cannot be committed must not use up the budget.

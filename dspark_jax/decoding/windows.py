@@ -84,25 +84,6 @@ def window_length(
     return jnp.clip(window, 0, jnp.maximum(remaining - 1, 0)).astype(jnp.int32)
 
 
-def offered_slots(
-    draft: Draft,
-    remaining: Int[Array, "B"],
-    stop_tokens: Int[Array, "B n"],
-) -> Bool[Array, "B K"]:
-    """Slots worth verifying whatever they cost: a prefix of each request's.
-
-    Those that the drafter offers, up to the first drafted stop token and to
-    `remaining` - 1. Put survival 0 elsewhere before `allocate`, so that no budget is
-    spent on slots that `window_length` would cut.
-    """
-    length = draft.tokens.shape[1]
-    slots = jnp.arange(length, dtype=jnp.int32)[None]
-    offers = slots < (remaining - 1)[:, None]
-    if draft.length is not None:
-        offers = offers & (slots < draft.length[:, None])
-    return offers & _before_stop(draft, stop_tokens)
-
-
 def allocate(
     survival: Float[Array, "B K"], budget: Int[Array, ""] | int
 ) -> Int[Array, "B"]:

@@ -26,6 +26,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
 
     >>> ratio([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
     Ratio(mean=2.0, low=2.0, high=2.0)
+
+    Args:
+      ours, theirs: [n], positive, of the same trials; beyond 30 degrees of freedom the
+        quantile is that of 30, so the interval is a little wide.
     """
     if len(ours) != len(theirs) or len(ours) == 0:
         raise ValueError(

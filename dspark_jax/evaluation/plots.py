@@ -1,8 +1,8 @@
-"""Figures of an evaluation, as PNG files.
+"""Figures of what was measured, as PNG files.
 
 They show what the JSON holds: conditional acceptance by slot (the paper's Figure 2), τ
-by domain, τ by depth and by block size (3, 4), threshold curves (5) and reliability
-diagrams (6). matplotlib is the extra `plots`.
+by domain, τ by depth and by block size (3, 4), threshold curves (5), reliability
+diagrams (6), step costs, and throughput by load (7). matplotlib is the extra `plots`.
 """
 
 import contextlib

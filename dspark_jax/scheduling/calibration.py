@@ -84,6 +84,13 @@ def fit(
       num_accepted: int [n]; verify_length: int [n], full windows (a window that the
         confidences shorten would choose the rounds that they are judged by).
       grid: [m] positive temperatures; None takes `default_grid()`.
+
+    Raises:
+      ValueError: shapes that do not fit one another, counts out of range, or an empty
+        or non-positive grid.
+
+    References:
+      DSpark (arXiv 2607.05147), section 3.2.1.
     """
     logits, accepted, verified = _check(confidence_logits, num_accepted, verify_length)
     grid = default_grid() if grid is None else np.asarray(grid, np.float64)

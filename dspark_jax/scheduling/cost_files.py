@@ -57,7 +57,7 @@ def write(path: str | os.PathLike, costs: Costs) -> None:
     Raises:
       TypeError: a surface that is not one of this package's.
     """
-    values: dict[str, Any] = {"form": FORM, "version": VERSION, **_check_info(costs)}
+    values: dict[str, Any] = {"form": FORM, "version": VERSION, **_info_values(costs)}
     values["drafting"] = _surface_values(costs.drafting)
     if costs.plain is not None:
         values["plain"] = _surface_values(costs.plain)
@@ -222,7 +222,7 @@ def _plane_values(plane: Plane) -> dict[str, Any]:
     }
 
 
-def _check_info(costs: Costs) -> dict[str, Any]:
+def _info_values(costs: Costs) -> dict[str, Any]:
     return {"info": dict(costs.info)} if costs.info else {}
 
 

@@ -27,6 +27,9 @@ def fit_additive(
     Args:
       requests, packed_tokens, context_tokens: int [n].
       seconds: float [n], positive.
+
+    Raises:
+      ValueError: shapes that do not fit one another, or a value out of range.
     """
     values = np.asarray(seconds, np.float64)
     if values.ndim != 1 or not len(values):

@@ -250,7 +250,7 @@ def curve(
 ) -> np.ndarray:
     """Steps per second at every number of packed tokens 0..B(K+1), for `planner.plan`.
 
-    Index below B is 1 step per second and never read.
+    Entries 0..B-1 are 1; `plan` does not read them.
 
     Args:
       buckets: sizes of the compiled programs: each number costs what the next larger

@@ -44,6 +44,10 @@ def plan(confidence: np.ndarray, steps_per_second: np.ndarray) -> Plan:
       steps_per_second: [n], at each number of packed tokens; index 0..B-1 is not read,
         and n must be above B plus the number of slots with a positive survival.
 
+    Raises:
+      ValueError: a confidence outside [0, 1], or a curve that is too short, not
+        positive or not finite.
+
     References:
       DSpark (arXiv 2607.05147), Algorithm 1 and appendix A.
     """

@@ -245,6 +245,3 @@ def _check_cache(
         _check_int("page_table", page_table, page_table.shape)
     if window is not None and window < 1:
         raise ValueError(f"`window` must be at least 1, got {window}")
-
-
-__all__: list[str] = ["block_attention", "verify_attention"]

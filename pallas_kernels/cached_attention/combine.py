@@ -1,4 +1,4 @@
-"""Joins the parts in which a unit's keys were read.
+"""Joins the parts in which `triton` read a unit's keys.
 
 A part's output o_p is normalised, and z_p is the logarithm (base 2) of its softmax
 denominator: out = sum_p 2^z_p o_p / sum_p 2^z_p. Left to XLA, which makes one or two

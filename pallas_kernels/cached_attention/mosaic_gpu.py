@@ -1,9 +1,9 @@
 """The kernel for NVIDIA GPUs from Hopper on, in Pallas's Mosaic GPU dialect.
 
-One warpgroup issues TMA copies of key and value tiles into a ring of buffers, another
-multiplies (wgmma) and keeps the running softmax. Query rows come as they lie in memory,
-one copy a row, and leave the same way: no kernel before or after pads or transposes.
-A launch has one worker a multiprocessor; `schedule` says who reads what.
+One warpgroup issues TMA copies of key and value tiles into a ring of buffers, one or
+two others multiply (wgmma) and keep the running softmax. Query rows come as they lie in
+memory, one copy a row, and leave the same way: no kernel before or after pads or
+transposes. A launch has one worker a multiprocessor; `schedule` says who reads what.
 """
 
 import dataclasses

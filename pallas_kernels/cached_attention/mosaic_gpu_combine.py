@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-ROWS = 64
-FLOOR = -3e38  # finite: -inf - FLOOR is -inf and not NaN
+from pallas_kernels.cached_attention.mosaic_gpu_softmax import FLOOR, ROWS
 
 
 def columns_a_worker(group: int, width: int) -> int:

@@ -23,7 +23,8 @@ from pallas_kernels.cached_attention.tuning import MosaicGpuConfig
 
 ROWS = 64  # of a wgmma
 PIECE = 128  # columns of an accumulator: two of them fit the registers
-FLOOR = -3e38  # below all scores, and finite: exp2(-inf - FLOOR) is 0, not NaN
+# Below all scores, and finite: -inf - FLOOR is -inf, whose exp2 is 0, and not NaN.
+FLOOR = -3e38
 
 
 class Shape(NamedTuple):

@@ -8,11 +8,9 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from dspark_jax.decoding import windows
 from dspark_jax.scheduling import planner
-from dspark_jax.types import Draft, Row
 
 allocate = jax.jit(windows.allocate)
 level = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1e-40, -0.5, np.nan, np.inf, -np.inf])
@@ -71,25 +69,3 @@ def test_later_slots_never_change_whether_a_slot_wins():
             for c in (confidence, other)
         ]
         assert wins[0] == wins[1]
-
-
-@pytest.mark.parametrize("length", [None, [3, 1]])
-def test_offered_slots_are_those_of_a_full_window(length):
-    flat = jnp.zeros((2, 3), jnp.float32)
-    draft = Draft(
-        tokens=jnp.asarray([[4, 7, 5], [5, 5, 5]], jnp.int32),
-        probability=flat,
-        logits=flat[..., None],
-        ids=None,
-        row=Row(top=flat, cut=flat, log_normaliser=flat, point=flat.astype(jnp.int32)),
-        confidence_logits=None,
-        length=None if length is None else jnp.asarray(length, jnp.int32),
-    )
-    stops = jnp.asarray([[7, -1], [-1, -1]], jnp.int32)
-    for remaining in ([9, 9], [2, 3], [1, 0], [3, 4]):
-        remaining = jnp.asarray(remaining, jnp.int32)
-        offered = windows.offered_slots(draft, remaining, stops)
-        window = windows.window_length(draft, None, remaining, stops)
-        np.testing.assert_array_equal(offered.sum(axis=1), window)
-        # A prefix: nothing is offered after a slot that is not.
-        assert np.all(np.diff(np.asarray(offered, np.int8), axis=1) <= 0)
