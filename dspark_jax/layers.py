@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from dspark_jax import config as config_lib
 from dspark_jax import products
 from dspark_jax.config import BlockConfig, RopeConfig
+from pallas_kernels import products as kernel_products
 
 
 class BlockParams(flax.struct.PyTreeNode):
@@ -225,7 +226,7 @@ def grouped_attention(
         own = keys.ndim == 5
         kv_heads = keys.shape[3] if own else keys.shape[1]
         grouped = query.reshape(batch, blocks, rows, kv_heads, heads // kv_heads, width)
-        part = einsum(
+        part = kernel_products.einsum(
             "bnwghe,bncge->bgnhwc" if own else "bnwghe,bgce->bgnhwc", grouped, keys
         )
         part = part * jnp.float32(width**-0.5)
@@ -243,7 +244,7 @@ def grouped_attention(
     for part, (values, spec) in zip(
         jnp.split(weights, sizes, axis=-1), weighted, strict=True
     ):
-        out = out + einsum(spec, part.astype(values.dtype), values)
+        out = out + kernel_products.einsum(spec, part.astype(values.dtype), values)
     return out.reshape(query.shape).astype(query.dtype)
 
 
@@ -262,25 +263,6 @@ def unembed(
 ) -> Float[Array, "... V"]:
     """Float32 logits: hidden @ head.T."""
     return products.product(hidden, head.astype(hidden.dtype), jnp.float32)
-
-
-def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The einsum of two arrays of one dtype, accumulated and returned in float32."""
-    product = functools.partial(
-        jnp.einsum,
-        spec,
-        precision=products.precision(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    if x.dtype.itemsize >= 4:
-        return product(x, y)
-
-    # XLA:CPU has no such product of 16-bit operands with batch axes. Widened first,
-    # they give the same numbers: every product of two is exact in float32.
-    def widened(x: jax.Array, y: jax.Array) -> jax.Array:
-        return product(x.astype(jnp.float32), y.astype(jnp.float32))
-
-    return jax.lax.platform_dependent(x, y, cpu=widened, default=product)
 
 
 def embed(

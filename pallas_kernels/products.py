@@ -1,6 +1,7 @@
-"""Products of the definitions in plain JAX: float32 is float32 (no TF32)."""
+"""Products in plain JAX that keep what their operands have: no TF32 for float32."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,13 @@ import jax.numpy as jnp
 
 def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """The einsum of two arrays of one dtype, accumulated and returned in float32."""
-    highest = x.dtype == jnp.float32
     product = functools.partial(
         jnp.einsum,
         spec,
-        precision=jax.lax.Precision.HIGHEST if highest else None,
+        precision=precision(x.dtype),
         preferred_element_type=jnp.float32,
     )
-    if highest:
+    if x.dtype.itemsize >= 4:
         return product(x, y)
 
     # XLA:CPU has no such product of 16-bit operands with batch axes. Widened first,
@@ -24,3 +24,10 @@ def einsum(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
         return product(x.astype(jnp.float32), y.astype(jnp.float32))
 
     return jax.lax.platform_dependent(x, y, cpu=widened, default=product)
+
+
+def precision(dtype: Any) -> jax.lax.Precision:
+    """True float32 for float32 operands, the backend's default otherwise."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return jax.lax.Precision.HIGHEST
+    return jax.lax.Precision.DEFAULT

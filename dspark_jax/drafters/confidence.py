@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
+from pallas_kernels import products
 
 
 class ConfidenceParams(flax.struct.PyTreeNode):
@@ -46,5 +47,5 @@ def logits(
         assert previous_embedding is not None
         inputs = jnp.concatenate([hidden, previous_embedding], axis=-1)
     weight = params.weight.astype(inputs.dtype)
-    value = layers.einsum("...d,d->...", inputs, weight)
+    value = products.einsum("...d,d->...", inputs, weight)
     return value + params.bias.astype(jnp.float32)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax import layers
 from dspark_jax.config import DrafterConfig
+from pallas_kernels import products
 
 
 class MarkovParams(flax.struct.PyTreeNode):
@@ -125,4 +126,4 @@ def candidate_bias(
     gathered = jnp.take(w2, rows, axis=0, mode="clip").astype(
         feature.dtype
     )  # [B, N, R]
-    return layers.einsum("bnr,br->bn", gathered, feature)
+    return products.einsum("bnr,br->bn", gathered, feature)

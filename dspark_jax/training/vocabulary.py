@@ -197,7 +197,8 @@ def _run_chunks(
             row_gradient = None
             if with_gradient:
                 gradient = gradient.astype(row.dtype)
-                row_gradient = _product(gradient, matrix, 3, 0).astype(row.dtype)
+                row_gradient = products.contract(gradient, matrix, (3,), (0,))
+                row_gradient = row_gradient.astype(row.dtype)
                 if w2_gradient is not None:
                     feature = row[..., head.shape[1] :]
                     w2_gradient = w2_gradient + _outer(gradient, feature)
@@ -317,30 +318,12 @@ def _unpack(
 
 
 def _logits(rows: jax.Array, matrix: jax.Array) -> jax.Array:
-    return _product(rows, matrix.astype(rows.dtype), rows.ndim - 1, 1)
-
-
-def _product(
-    left: jax.Array, right: jax.Array, left_axis: int, right_axis: int
-) -> jax.Array:
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((left_axis,), (right_axis,)), ((), ())),
-        precision=products.precision(left.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    return products.contract(rows, matrix.astype(rows.dtype), (rows.ndim - 1,), (1,))
 
 
 def _outer(gradient: jax.Array, feature: jax.Array) -> jax.Array:
     axes = tuple(range(gradient.ndim - 1))
-    return jax.lax.dot_general(
-        gradient,
-        feature,
-        ((axes, axes), ((), ())),
-        precision=products.precision(gradient.dtype),
-        preferred_element_type=jnp.float32,
-    )  # [V, R]
+    return products.contract(gradient, feature, axes, axes)  # [V, R]
 
 
 def _anchors_per_chunk(num_anchors: int, logits_per_anchor: int, limit: int) -> int:

@@ -273,13 +273,7 @@ def _set_row(table: jax.Array, row: jax.Array, index: Any) -> jax.Array:
 
 
 def _logits(hidden: jax.Array, head: jax.Array, banned: tuple[int, ...]) -> jax.Array:
-    logits = jax.lax.dot_general(
-        hidden,
-        head.astype(hidden.dtype),
-        (((1,), (1,)), ((), ())),
-        precision=products.precision(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    logits = products.contract(hidden, head.astype(hidden.dtype), (1,), (1,))
     if not banned:
         return logits
     is_banned = np.zeros(logits.shape[-1], np.bool_)
