@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Of all noise, whatever the default of the process is.
+KEY_IMPLEMENTATION = "threefry2x32"
+
 
 def check_shape(name: str, array: Any, dims: str, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless `array.shape == shape`; `dims` names it, "B K V"."""
@@ -134,11 +137,11 @@ def check_range(name: str, value: Any, low: int, high: int, rule: str) -> None:
 
 
 def _as_threefry(keys: jax.Array) -> jax.Array:
-    if str(jax.random.key_impl(keys)) == "threefry2x32":
+    if str(jax.random.key_impl(keys)) == KEY_IMPLEMENTATION:
         return keys
     words = jax.random.key_data(keys)  # [B, n]
     mixed = jax.random.wrap_key_data(
-        jnp.zeros((words.shape[0], 2), jnp.uint32), impl="threefry2x32"
+        jnp.zeros((words.shape[0], 2), jnp.uint32), impl=KEY_IMPLEMENTATION
     )
     for column in range(words.shape[1]):
         mixed = jax.vmap(jax.random.fold_in)(mixed, words[:, column])

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 
 RULES = ("token", "block", "seeded")
+MODES = ("plain", "static", "compact", "cap-accept")  # of serving
 MARKOV_KINDS = ("none", "vanilla", "gated", "rnn")
 CONFIDENCE_KINDS = ("none", "plain", "markov")
 ROPE_KINDS = ("default", "linear", "llama3")

@@ -6,7 +6,6 @@ import json
 from dspark_jax import config
 from dspark_jax.commands import failure, options
 
-MODES = ("plain", "static", "compact", "cap-accept")
 SHAPES = ("qwen3-4b", "tiny")
 DEFAULT_CONCURRENCY = [1, 4, 16]
 
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--modes",
         nargs="+",
-        choices=MODES,
+        choices=config.MODES,
         default=["plain", "static", "compact"],
         help="default: plain static compact",
     )

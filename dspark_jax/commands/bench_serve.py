@@ -3,15 +3,15 @@
 import argparse
 import concurrent.futures
 import gc
-import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from dspark_jax.commands import bench, bench_models, failure
+from dspark_jax import config
+from dspark_jax.commands import bench, bench_models, failure, unpriced
 from dspark_jax.commands.bench_models import BenchModels
 from dspark_jax.evaluation import paired, provenance
 from dspark_jax.scheduling import calibration, cost_files, json_files
@@ -126,7 +126,8 @@ class _Bench:
         def make(mode: str) -> Engine:
             return self._engine(mode, slots, is_open=is_open, costs=self._costs)
 
-        engines = _quietly(lambda: {mode: make(mode) for mode in modes})
+        with unpriced.engines():
+            engines = {mode: make(mode) for mode in modes}
         # Compiling is most of it, and much of that runs beside Python.
         with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
             seconds = list(pool.map(Engine.warm_up, engines.values()))
@@ -195,7 +196,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     modes = list(dict.fromkeys(arguments.modes))
     if "cap-accept" in modes and "compact" not in modes and arguments.costs is None:
         raise failure.Failure("--modes cap-accept needs compact beside it, or --costs")
-    arguments.modes = sorted(modes, key=bench.MODES.index)
+    arguments.modes = sorted(modes, key=config.MODES.index)
     models = bench_models.load(arguments)
     with failure.of_input():
         runs = _Bench(arguments, models)
@@ -320,14 +321,3 @@ def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _quietly(make: Callable[[], dict[str, Engine]]) -> dict[str, Engine]:
-    """Makes engines whose missing costs are about to be measured."""
-    logger = logging.getLogger("dspark_jax.serving.planning")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return make()
-    finally:
-        logger.setLevel(level)

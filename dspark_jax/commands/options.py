@@ -1,4 +1,4 @@
-"""Options and checks that `dspark evaluate` and `dspark calibrate` share; no JAX."""
+"""Options and checks that the commands which measure share; no JAX."""
 
 import argparse
 import pathlib

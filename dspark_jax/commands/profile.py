@@ -3,13 +3,12 @@
 import argparse
 import dataclasses
 import json
-import logging
 import pathlib
 import time
 from typing import TYPE_CHECKING, Any
 
 from dspark_jax import config
-from dspark_jax.commands import failure, options
+from dspark_jax.commands import failure, options, unpriced
 
 if TYPE_CHECKING:  # They import JAX.
     from collections.abc import Sequence
@@ -236,16 +235,8 @@ def _engine(
         sampling_fields=() if arguments.greedy else ("temperature",),
     )
     models = loaded.target, loaded.target_params, drafter.drafter, drafter.params
-    logger = logging.getLogger("dspark_jax.serving.planning")
-    logger.addFilter(_nothing)  # it has no costs: that is why it is measured
-    try:
+    with unpriced.engines():
         return serving.Engine(*models, config=settings)
-    finally:
-        logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
 
 
 def _info(arguments: argparse.Namespace, loaded: "Loaded") -> dict[str, Any]:

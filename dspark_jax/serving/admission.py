@@ -46,7 +46,7 @@ def check_models(
             f"{type(drafter).__name__}"
         )
     _check_pages("drafter", jax.eval_shape(lambda: drafter.init_state(1, 8)))
-    if config.mode in ("compact", "cap-accept"):
+    if config.is_metered:
         arguments.check_confidence(f"mode {config.mode!r}", drafter)
 
 
@@ -176,7 +176,7 @@ def _key_words(seed: Any) -> np.ndarray:
     """The words of a request's key, int32 [2] (their bits)."""
     is_small = isinstance(seed, int) and 0 <= seed < 2**31
     implementation = jax.config.values["jax_default_prng_impl"]
-    if is_small and implementation == "threefry2x32":
+    if is_small and implementation == checks.KEY_IMPLEMENTATION:
         return np.array([0, seed], np.int32)  # those of `jax.random.key(seed)`
     if hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         key = seed
@@ -200,12 +200,12 @@ def _settings(
     names = config.sampling_fields
     values = tuple(getattr(sampling, name) for name in SAMPLING_FIELDS)
     if all(value is None or isinstance(value, int | float) for value in values):
-        return _known_settings(values, target.config.vocab_size, names)
+        return _cached_settings(values, target.config.vocab_size, names)
     return _checked_settings(sampling, target.config.vocab_size, names)
 
 
 @functools.lru_cache(maxsize=1024)
-def _known_settings(
+def _cached_settings(
     values: tuple[Any, ...], vocab_size: int, names: tuple[str, ...]
 ) -> dict[str, int]:
     sampling = Sampling(**dict(zip(SAMPLING_FIELDS, values, strict=True)))

@@ -32,6 +32,7 @@ class Bucket:
 
     @property
     def is_plain(self) -> bool:
+        """Whether a step of this shape drafts nothing."""
         return self.tokens == self.requests
 
 
@@ -103,4 +104,5 @@ class BucketGrid:
         return [b.tokens for b in self.buckets if b.requests == requests < b.tokens]
 
     def has_plain(self, requests: int) -> bool:
+        """Whether a plain step of R requests is declared."""
         return Bucket(requests, requests) in self.buckets

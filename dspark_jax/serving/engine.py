@@ -105,7 +105,7 @@ class Engine:
             max_stop_tokens=config.max_stop_tokens,
             num_rounds=config.rounds_per_step,
             caps_commit=config.mode == "cap-accept",
-            is_budgeted=config.mode in ("compact", "cap-accept"),
+            is_budgeted=config.is_metered,
             chunk=config.chunk,
             pages_per_slot=config.pages_per_slot,
         )
@@ -121,6 +121,7 @@ class Engine:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """The compiled shapes of a step, ascending."""
         return self._grid.buckets
 
     @property
@@ -130,6 +131,7 @@ class Engine:
 
     @property
     def draft_length(self) -> int:
+        """K."""
         return self._spec.draft_length
 
     @property

@@ -4,9 +4,10 @@ import dataclasses
 from typing import Literal
 
 from dspark_jax import config as config_lib
+from dspark_jax.scheduling import budgets
 from dspark_jax.serving.batching import Bucket
 
-MODES = ("plain", "static", "compact", "cap-accept")
+MODES = config_lib.MODES
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 MAX_PROGRAMS = 12
 
@@ -59,7 +60,7 @@ class EngineConfig:
     rounds_per_step: int = 1
     dispatch_ahead: int = 1
     probe_every: int = 16
-    margin: float = 0.01
+    margin: float = budgets.MARGIN
     max_waiting: int | None = None
 
     def __post_init__(self):
@@ -104,6 +105,11 @@ class EngineConfig:
             )
 
     @property
+    def is_metered(self) -> bool:
+        """Whether the mode verifies, or commits, only what a budget allows."""
+        return self.mode in ("compact", "cap-accept")
+
+    @property
     def prefill_sizes(self) -> tuple[int, ...]:
         """Pieces that the prefill programs take: a few, or `prefill_groups`.
 
@@ -119,6 +125,7 @@ class EngineConfig:
 
     @property
     def total_pages(self) -> int:
+        """Pages of the pool, the default filled in."""
         if self.num_pages is None:
             return self.num_slots * self.pages_per_slot
         return self.num_pages

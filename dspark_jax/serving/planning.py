@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """What a round was planned to be."""
 
     num_drafts: int
@@ -49,7 +49,7 @@ class RoundPlanner:
         self._draft_length = draft_length
         self._costs = costs
         self._since_draft = 0
-        self._is_metered = config.mode in ("compact", "cap-accept")
+        self._is_metered = config.is_metered
         self._relay = None
         if self._is_metered:
             self._relay = ConfidenceRelay(config.num_slots, draft_length)
@@ -64,7 +64,7 @@ class RoundPlanner:
             self._shapes = BucketGrid((*shapes, *grid.buckets))
 
     def assign(self, slot: int) -> None:
-        """A slot has a new request: what is known of the last one is not his."""
+        """A slot has a new request: what is known of the last one is not its."""
         if self._relay is not None:
             self._relay.assign(slot)
 
@@ -75,7 +75,7 @@ class RoundPlanner:
 
     def plan(
         self, step: int, slots: Sequence[int], lengths: np.ndarray, limits: np.ndarray
-    ) -> tuple[Bucket, Plan]:
+    ) -> tuple[Bucket, RoundPlan]:
         """The bucket of this step and its budget.
 
         Args:
@@ -90,14 +90,14 @@ class RoundPlanner:
             seconds = None
             if self._costs is not None:
                 seconds = self._costs.plain_seconds(requests, context)
-            return Bucket(requests, requests), Plan(0, seconds, context)
+            return Bucket(requests, requests), RoundPlan(0, seconds, context)
         full = Bucket(requests, requests * (1 + self._draft_length))
         whole = rows * self._draft_length
         if self._costs is None:
-            return full, Plan(whole, None, context)
+            return full, RoundPlan(whole, None, context)
         if not self._is_metered:
             seconds = float(self._costs.seconds(requests, full.tokens, context))
-            return full, Plan(whole, seconds, context)
+            return full, RoundPlan(whole, seconds, context)
         return self._metered(step, slots, requests, full, context, limits - lengths)
 
     def observe(self, bucket: Bucket, context_tokens: int, seconds: float) -> None:
@@ -125,7 +125,7 @@ class RoundPlanner:
         full: Bucket,
         context: int,
         remaining: np.ndarray,
-    ) -> tuple[Bucket, Plan]:
+    ) -> tuple[Bucket, RoundPlan]:
         assert self._relay is not None
         assert self._costs is not None
         sizes = [
@@ -147,7 +147,7 @@ class RoundPlanner:
             max_verify_length=np.clip(remaining - 1, 0, self._draft_length),
         )
         self._since_draft = 0 if choice.is_drafting else self._since_draft + 1
-        plan = Plan(choice.num_drafts, choice.seconds, context)
+        plan = RoundPlan(choice.num_drafts, choice.seconds, context)
         if self._config.mode == "cap-accept":
             return full, plan
         if not choice.is_drafting:

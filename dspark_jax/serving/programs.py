@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from dspark_jax import checks
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import prefill, round
 from dspark_jax.paged_cache import PagePool
@@ -62,10 +63,12 @@ class StepSpec:
 
     @property
     def round_control(self) -> Columns:
+        """Of a round: who takes part, and their pages."""
         return Columns((("slot", 1), ("table", self.pages_per_slot)))
 
     @property
     def round_result(self) -> Columns:
+        """Of a speculative round, a row a request."""
         length = self.draft_length
         return Columns(
             (
@@ -80,6 +83,7 @@ class StepSpec:
 
     @property
     def plain_result(self) -> Columns:
+        """Of a plain round, or of the tokens drawn after a prompt."""
         return Columns((("num_committed", 1), ("finish", 1), ("tokens", 1)))
 
     @property
@@ -129,7 +133,7 @@ def make_state(
     }
     words = jnp.zeros((num_slots, 2), jnp.uint32)
     return SlotState(
-        key=jax.random.wrap_key_data(words, impl="threefry2x32"),
+        key=jax.random.wrap_key_data(words, impl=checks.KEY_IMPLEMENTATION),
         tokens=zeros(max_length),
         lengths=zeros() + 1,
         limits=zeros(),
@@ -314,7 +318,7 @@ def _admit(
         return stored.at[slot].set(values, mode="drop")
 
     return slots.replace(
-        key=jax.random.wrap_key_data(put(words, key), impl="threefry2x32"),
+        key=jax.random.wrap_key_data(put(words, key), impl=checks.KEY_IMPLEMENTATION),
         tokens=slots.tokens.at[slot, length - 1].set(anchor, mode="drop"),
         lengths=put(slots.lengths, length),
         limits=put(slots.limits, columns.one(control, "limit")),

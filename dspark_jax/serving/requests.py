@@ -39,7 +39,7 @@ class RequestHandle:
         prompt: Sequence[int],
         limit: int,
         key: np.ndarray,
-        settings: dict[str, float],
+        settings: dict[str, int],
         stop_tokens: Sequence[int],
         on_tokens: Callable[[list[int]], None] | None,
     ):
@@ -80,6 +80,7 @@ class RequestHandle:
 
     @property
     def is_done(self) -> bool:
+        """Whether it has ended, however."""
         return self.finish_reason is not None
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 
 from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.control import Columns, from_bits
-from dspark_jax.serving.planning import Plan
+from dspark_jax.serving.planning import RoundPlan
 from dspark_jax.serving.programs import StepSpec
 from dspark_jax.serving.requests import RequestHandle
 from dspark_jax.types import FINISH_NON_FINITE, FINISH_STOP
@@ -25,7 +25,7 @@ class DispatchedStep:
     least_ahead: int  # and does add, if the request runs on
     started_at: float
     bucket: Bucket | None = None  # None: prefill
-    plan: Plan | None = None
+    plan: RoundPlan | None = None
     num_fed: int = 0  # prefill: tokens fed
     num_pieces: int = 0  # prefill: that its program takes
 
@@ -36,6 +36,7 @@ class DispatchedStep:
             request._least_ahead += self.least_ahead
 
     def end(self) -> None:
+        """Takes it out again, before its result counts."""
         for _, request in self.rows:
             request._num_ahead -= self.most_ahead
             request._least_ahead -= self.least_ahead

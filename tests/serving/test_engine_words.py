@@ -11,7 +11,7 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 
 from dspark_jax.serving import Bucket
-from dspark_jax.serving.planning import Plan
+from dspark_jax.serving.planning import RoundPlan
 
 CONFIGS = (
     ("plain", {"page_size": 8, "num_pages": 5, "chunk": 3}),
@@ -32,7 +32,7 @@ def take_any_bucket(engine, random):
         most = min(bucket.tokens - rows, rows * length)
         if mode == "cap-accept":
             most = random.randint(0, most)
-        return bucket, Plan(0 if bucket.is_plain else most, None, 0)
+        return bucket, RoundPlan(0 if bucket.is_plain else most, None, 0)
 
     engine._loop.planner.plan = plan
 
