@@ -59,6 +59,7 @@ def load_models(
         options.target, param_dtype=options.dtype, compute_dtype=options.dtype
     )
     tokenizer = dspark_jax.load_tokenizer(options.target)
+    drafter_params: Any
     if options.drafter == "prompt-lookup":
         if draft_vocabulary is not None:
             raise SystemExit("--draft-vocabulary needs a trained drafter")

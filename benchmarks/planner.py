@@ -34,7 +34,7 @@ def main() -> None:
     options = parser.parse_args()
     # `common.save` names these of every benchmark.
     options.target, options.drafter = "none", "none"
-    tables = [
+    tables: list[dict[str, Any]] = [
         {"operation": name, **measure(call, options.repeats)}
         for name, call in operations(options).items()
     ]
@@ -56,9 +56,9 @@ def operations(options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     requests, length = options.requests, options.positions
     confidence = random.beta(6, 2, (requests, length))
     relay = ConfidenceRelay(requests, length)
-    slots = np.arange(requests)
+    slots = list(range(requests))
     for slot in slots:
-        relay.assign(int(slot))
+        relay.assign(slot)
     table = OnlineCosts(Costs(drafting=grid(), plain=grid(), info={}))
     for size in BUCKETS:
         table.update(requests, size, 100_000, 0.01 + size * 1e-5)

@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import functools
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,9 @@ def main() -> None:
     save("training_speed", options, {"matmul_flops_per_s": peak, "tables": tables})
 
 
-def measure(options, config: DecoderConfig, rows: int, attention: str, peak: float):
+def measure(
+    options: Any, config: DecoderConfig, rows: int, attention: str, peak: float
+) -> dict[str, Any]:
     """One step, compiled, timed and weighed."""
     last = config.num_layers - 1
     taps = tuple(int(x) for x in np.linspace(1, last - 1, min(5, last)).round())
@@ -149,7 +152,7 @@ def measure(options, config: DecoderConfig, rows: int, attention: str, peak: flo
         seconds.append(time.perf_counter() - begin)
     middle = float(np.median(seconds))
     flops = step_flops(options, config, drafter, rows)
-    analysis = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     slots = rows * options.anchors * options.block
     statistics = jax.devices()[0].memory_stats() or {}
     return {
@@ -170,7 +173,9 @@ def measure(options, config: DecoderConfig, rows: int, attention: str, peak: flo
     }
 
 
-def step_flops(options, config: DecoderConfig, drafter: DrafterConfig, rows: int):
+def step_flops(
+    options: Any, config: DecoderConfig, drafter: DrafterConfig, rows: int
+) -> dict[str, float]:
     """FLOPs of the products of one step: target forward, drafter and loss both ways."""
     block, length, vocab = config.block, options.length, config.vocab_size
     tokens, slots = rows * length, rows * options.anchors * options.block
