@@ -162,9 +162,10 @@ def apply(confidence: np.ndarray, temperatures: Sequence[float]) -> np.ndarray:
     raw = np.where(np.isfinite(raw), raw, 0.0)
     if np.any((raw < 0) | (raw > 1)):
         raise ValueError("`confidence` must lie in [0, 1]")
-    power = 1 / np.asarray(temperatures, np.float64)[None, : raw.shape[1]]
-    passes, fails = raw**power, (1 - raw) ** power
-    return passes / (passes + fails)
+    scale = np.asarray(temperatures, np.float64)[None, : raw.shape[1]]
+    with np.errstate(divide="ignore", over="ignore"):
+        logits = np.log(raw) - np.log1p(-raw)  # -inf and inf for 0 and 1
+        return 1 / (1 + np.exp(-logits / scale))
 
 
 def check_fits(
@@ -229,8 +230,8 @@ def read(path: str | os.PathLike) -> Calibration:
         ("temperature", (int, float)),
     ):
         value = values.get(name)
-        if name in values and (not isinstance(value, kinds) or value is True):
-            raise ValueError(f"{path}: {name!r} has a wrong type: {value!r}")
+        if name in values and not (isinstance(value, kinds) and _is_sane(value)):
+            raise ValueError(f"{path}: {name!r} has a wrong type: {value!r}"[:300])
     try:
         return Calibration(**values)
     except ValueError as error:
@@ -266,6 +267,13 @@ def _numbers(path: str | os.PathLike, name: str, value: Any) -> tuple[float, ...
         raise ValueError(
             f"{path}: {name!r} must be a list of at most {MAX_POSITIONS} numbers"
         )
-    if not all(type(item) in (int, float) for item in value):
+    if not all(type(item) in (int, float) and _is_sane(item) for item in value):
         raise ValueError(f"{path}: {name!r} must hold numbers, got {value!r}"[:300])
     return tuple(float(item) for item in value)
+
+
+def _is_sane(value: Any) -> bool:
+    """No truth value, and no integer that is too long for a float."""
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**63
+    return True

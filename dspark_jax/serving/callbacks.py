@@ -1,14 +1,15 @@
-"""Runs a user's callback, whose errors must not stop other requests."""
+"""Runs a user's callback, which must not stop the engine half-way through a step."""
 
 import contextlib
 import types
 
 
 class CallbackGuard(contextlib.AbstractContextManager):
-    """Keeps what the block raises in `error`; interrupts and exits go through."""
+    """Keeps what the block raises: an error, or an interrupt to be raised later."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.interrupt: BaseException | None = None  # KeyboardInterrupt, SystemExit
 
     def __exit__(
         self,
@@ -18,5 +19,6 @@ class CallbackGuard(contextlib.AbstractContextManager):
     ) -> bool:
         if isinstance(error, Exception):
             self.error = error
-            return True
-        return False
+        else:
+            self.interrupt = error
+        return True

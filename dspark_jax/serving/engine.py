@@ -9,7 +9,7 @@ the budget is decided inside the step, from the live draft.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -145,7 +145,10 @@ class Engine:
         self._check_usable()
         started_at = time.perf_counter()
         admission.touch(self.config, self.target)
-        self._loop.runner.warm_up(self._grid.buckets)
+        try:
+            self._loop.runner.warm_up(self._grid.buckets)
+        except jax.errors.JaxRuntimeError as error:
+            self._fail_steps(error)
         return time.perf_counter() - started_at
 
     def submit(
@@ -208,6 +211,8 @@ class Engine:
         Raises:
           EngineError: a step failed on the device. Its requests have ended with
             finish_reason "error"; the message says whether the engine is usable.
+          KeyboardInterrupt: nothing is lost, and the next step goes on, unless it came
+            half-way through a step: then that step's requests have ended as above.
         """
         self._check_usable()
         if self._is_stepping:
@@ -219,6 +224,10 @@ class Engine:
             self._loop.turn()
         except jax.errors.JaxRuntimeError as error:
             self._fail_steps(error)
+        except BaseException as error:
+            if not self._loop.is_whole:
+                self._drop_steps(error)
+            raise
         finally:
             self._is_stepping = False
             waited = self._loop.recorder.wait_seconds - waited_before
@@ -236,6 +245,7 @@ class Engine:
         pool is small) and all its rows are used. The engine must be idle. Call
         `warm_up` first, or the time to compile is measured.
         """
+        self._check_usable()
         if not self.is_idle:
             raise EngineError("`Engine.measure` needs an idle engine")
         if bucket not in self.buckets:
@@ -246,7 +256,10 @@ class Engine:
                 f"`context_length` must lie in 1..{most}, so that {num_steps} steps "
                 f"fit, got {context_length}"
             )
-        return self._loop.runner.measure(bucket, context_length, num_steps)
+        try:
+            return self._loop.runner.measure(bucket, context_length, num_steps)
+        except jax.errors.JaxRuntimeError as error:
+            self._fail_steps(error)
 
     def max_measured_context(self, num_steps: int = 8) -> int:
         """The longest context that leaves `measure` room for `num_steps` steps.
@@ -299,14 +312,22 @@ class Engine:
                 f"the engine is not usable any more after: {self._failure}"
             ) from self._failure
 
-    def _fail_steps(self, error: jax.errors.JaxRuntimeError) -> None:
-        """Ends the requests of failed steps, keeps the others, and says so."""
+    def _drop_steps(self, error: BaseException) -> int:
+        """Ends the requests of steps under way and keeps the others; returns how many.
+
+        `_failure` is set if the device cannot hold an empty state either.
+        """
         num_failed = self._loop.drop_steps(error)
-        usable = "usable"
         try:
             self._loop.runner.reset()
         except jax.errors.JaxRuntimeError as again:
-            self._failure, usable = again, "not usable"
+            self._failure = again
+        return num_failed
+
+    def _fail_steps(self, error: jax.errors.JaxRuntimeError) -> NoReturn:
+        """`_drop_steps`, and says so."""
+        num_failed = self._drop_steps(error)
+        usable = "usable" if self._failure is None else "not usable"
         raise EngineError(
             f"a step failed on the device and ended {num_failed} requests; the engine "
             f"is {usable}: {error}"

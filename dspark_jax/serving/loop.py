@@ -41,10 +41,14 @@ class StepLoop:
         self.slots = SlotTable(config)
         self.in_flight: collections.deque[DispatchedStep] = collections.deque()
         self.step_number = 0
+        # Whether the books are complete: an interrupt then loses nothing.
+        self.is_whole = True
+        self._interrupt: BaseException | None = None
         self._last_ready_at = 0.0
 
     def turn(self) -> None:
         """Dispatches a step, and reads those that it leaves behind."""
+        self.is_whole = False
         self.step_number += 1
         for slot in self.slots.admit():
             self.planner.assign(slot)
@@ -52,6 +56,7 @@ class StepLoop:
         has_dispatched = self._dispatch_round() or has_fed
         ahead = self._config.dispatch_ahead if has_dispatched else 0
         self._collect(self.step_number - ahead)
+        self.is_whole = True
 
     def finish(
         self, request: RequestHandle, reason: str, error: BaseException | None = None
@@ -66,14 +71,22 @@ class StepLoop:
     def drop_steps(self, error: BaseException) -> int:
         """Ends the requests of failed steps; returns how many.
 
-        The others that run lost what was fed to them: they wait, to be fed again.
+        The others that run lost what was fed to them: they wait, to be fed again, but
+        only once: one that feeding fails for again may be what it fails for.
         """
-        failed = [r for r in self.slots.running if r._status == DECODING]
+        failed = [
+            r
+            for r in self.slots.running
+            if r._status == DECODING or (r._num_fed > 0 and r._has_failed)
+        ]
         self.in_flight.clear()
+        self._interrupt = None
         for request in failed:
             self.finish(request, "error", error)
         for request in self.slots.running:
+            request._has_failed |= request._num_fed > 0
             self.slots.preempt(request)
+        self.is_whole = True
         return len(failed)
 
     def _dispatch_prefill(self) -> bool:
@@ -163,7 +176,9 @@ class StepLoop:
         while self.in_flight and self.in_flight[0].number <= last_step:
             step = self.in_flight[0]
             waits_from = time.perf_counter()
+            was_whole, self.is_whole = self.is_whole, True
             result = np.asarray(step.result)
+            self.is_whole = was_whole
             ready_at = time.perf_counter()
             self.in_flight.popleft()
             step.end()
@@ -185,6 +200,10 @@ class StepLoop:
             rows = results.new_tokens(result, columns)
             for row, request in live:
                 self._deliver(request, *rows[row])
+            if self._interrupt is not None:
+                interrupt, self._interrupt = self._interrupt, None
+                self.is_whole = True
+                raise interrupt
 
     def _count_rounds(
         self,
@@ -223,6 +242,7 @@ class StepLoop:
         if new and request._on_tokens is not None:
             with CallbackGuard() as guard:
                 request._on_tokens(list(new))
+            self._interrupt = self._interrupt or guard.interrupt
             if guard.error is not None:
                 request.error = guard.error
                 if not request.is_done:

@@ -174,6 +174,11 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         ('{"temperatures": 1}', "must be a list of at most 1024"),
         (json.dumps({"temperatures": [1] * 1025}), "must be a list of at most 1024"),
         ('{"temperatures": [1], "temp": 1}', "unknown key 'temp'"),
+        (f'{{"temperatures": [1{"0" * 400}]}}', "must hold numbers"),
+        (f'{{"temperatures": [1], "ece_after": [1{"0" * 400}]}}', "must hold numbers"),
+        (f'{{"temperatures": [1], "temperature": 1{"0" * 400}}}', "has a wrong type"),
+        ('{"temperatures": [1], "temperature": false}', "'temperature' has a wrong"),
+        ('{"temperatures": [1], "num_samples": false}', "'num_samples' has a wrong"),
         ('{"temperatures": [1], "rule": 1}', "'rule' has a wrong type: 1"),
         ('{"temperatures": [1], "temperature": "1"}', "'temperature' has a wrong"),
         ('{"temperatures": [1], "temperature": -1}', "`temperature` must be >= 0"),
@@ -280,3 +285,11 @@ def test_a_calibration_fits_what_it_was_fitted_for():
     ):
         with pytest.raises(ValueError, match=message):
             calibration.check_fits(SAVED, **use)
+
+
+def test_extreme_temperatures_scale_confidences_without_overflow():
+    raw = np.array([[0.5, 0.9, 0.1, 0.0, 1.0]])
+    found = calibration.apply(raw, (1e-5, 1e-9, 1e-9, 1e-9, 1e-9))
+    assert found.tolist() == [[0.5, 1.0, 0.0, 0.0, 1.0]]
+    found = calibration.apply(raw, (1e9,) * 5)
+    np.testing.assert_allclose(found, [[0.5, 0.5, 0.5, 0.0, 1.0]], atol=1e-8)

@@ -11,7 +11,13 @@ import dspark_jax
 from dspark_jax import serving
 from dspark_jax.drafters import dspark
 from dspark_jax.drafters.prompt_lookup import make_prompt_lookup
-from dspark_jax.serving import Bucket, EngineConfig, EngineError, programs
+from dspark_jax.serving import (
+    Bucket,
+    EngineConfig,
+    EngineError,
+    programs,
+    results,
+)
 from dspark_jax.testing import make_tiny_models
 from dspark_jax.types import Bound
 
@@ -208,6 +214,93 @@ def test_cancelling_twice_and_after_the_end(make_engine, asked):
     asked[1].check(done)
 
 
+def test_an_interrupt_in_a_callback_loses_no_word(make_engine, asked):
+    """Ctrl-C goes through, and the engine goes on where it was."""
+    engine = make_engine("compact", **COMPACT)
+    streams = [[] for _ in asked]
+    num_calls = 0
+
+    def reader(stream):
+        def read(tokens):
+            nonlocal num_calls
+            num_calls += 1
+            stream.extend(tokens)
+            if num_calls % 3 == 0:
+                raise KeyboardInterrupt
+
+        return read
+
+    handles = [
+        want.submit(engine, on_tokens=reader(stream))
+        for want, stream in zip(asked, streams, strict=True)
+    ]
+    num_interrupts = 0
+    while not engine.is_idle:
+        try:
+            engine.run()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts > 10
+    for handle, want, stream in zip(handles, asked, streams, strict=True):
+        want.check(handle)
+        assert stream == handle.tokens
+
+
+@pytest.mark.parametrize("where", ["is_ready", "new_tokens"])
+def test_an_interrupt_half_way_through_a_step_is_a_fault(
+    where, make_engine, asked, monkeypatch
+):
+    """What the device did and the host has not noted is not guessed."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    engine = make_engine("compact", **COMPACT)
+    handles = [want.submit(engine) for want in asked[:8]]
+    while not handles[0].tokens:
+        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(results, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+    engine.run()
+    failed = [handle for handle in handles if handle.finish_reason == "error"]
+    assert handles[0] in failed
+    assert all(isinstance(handle.error, KeyboardInterrupt) for handle in failed)
+    for handle, want in zip(handles, asked, strict=False):
+        if handle in failed:
+            assert tuple(handle.tokens) == want.words[: len(handle.tokens)]
+        else:
+            want.check(handle)
+    assert engine.metrics()["num_free_pages"] == 9
+
+
+def test_an_interrupt_while_the_host_waits_loses_nothing(
+    make_engine, asked, monkeypatch
+):
+    engine = make_engine("compact", **COMPACT)
+    handles = [want.submit(engine) for want in asked[:8]]
+    engine.step()
+    step = engine._loop.in_flight[0]
+    result, step.result = step.result, Interrupting()
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    step.result = result
+    engine.run()
+    for handle, want in zip(handles, asked, strict=False):
+        want.check(handle)
+
+
+class Interrupting:
+    """A result that Ctrl-C is pressed at."""
+
+    def __array__(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    def is_ready(self):
+        return False
+
+
 def broken(*args, **kwargs):
     raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
 
@@ -237,6 +330,47 @@ def test_a_device_error_ends_its_requests_and_the_engine_goes_on(
     assert engine.metrics()["num_free_pages"] == 9
 
 
+def test_a_prompt_whose_feeding_fails_again_is_given_up(
+    make_engine, asked, monkeypatch
+):
+    """It may be what the device falls over: the others must get past it."""
+    engine = make_engine("compact", **COMPACT)
+    handle = engine.submit([1] * 12, max_new_tokens=4)  # in three pieces
+    waiting = asked[1].submit(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "prefill_chunk", broken)
+        for num_ended in (0, 1):
+            assert not handle.is_done
+            with pytest.raises(EngineError, match=f"ended {num_ended} requests"):
+                engine.run()
+    assert handle.finish_reason == "error"
+    assert not waiting.is_done
+    engine.run()
+    asked[1].check(waiting)
+
+
+@pytest.mark.parametrize("call", ["warm_up", "measure"])
+def test_a_device_error_outside_of_steps(call, make_engine, asked, monkeypatch):
+    engine = make_engine("compact", **COMPACT)
+    calls = {
+        "warm_up": engine.warm_up,
+        "measure": lambda: engine.measure(engine.buckets[0], 8, num_steps=2),
+    }
+
+    def lose(params, slots, *args, **kwargs):
+        jax.tree.map(lambda leaf: leaf.delete(), slots)  # as a donating call does
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
+
+    lose.lower = programs.plain_rounds.lower
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "plain_rounds", lose)
+        with pytest.raises(EngineError, match="the engine is usable: INTERNAL"):
+            calls[call]()
+    handle = asked[1].submit(engine)
+    engine.run()
+    asked[1].check(handle)
+
+
 def test_an_engine_that_cannot_recover_says_so(make_engine, asked, monkeypatch):
     engine = make_engine("compact", **COMPACT)
     handle = asked[0].submit(engine)
@@ -246,7 +380,13 @@ def test_an_engine_that_cannot_recover_says_so(make_engine, asked, monkeypatch):
         with pytest.raises(EngineError, match="the engine is not usable: INTERNAL"):
             engine.run()
     assert handle.finish_reason == "error"
-    for call in (engine.step, engine.warm_up, lambda: asked[0].submit(engine)):
+    calls = (
+        engine.step,
+        engine.warm_up,
+        lambda: engine.measure(engine.buckets[0], 8, num_steps=2),
+        lambda: asked[0].submit(engine),
+    )
+    for call in calls:
         with pytest.raises(EngineError, match="is not usable any more after: INTERNAL"):
             call()
 

@@ -57,12 +57,17 @@ def join(
     """
     if len(sources) < 2:
         raise ValueError(f"`sources` must name two corpora or more, got {len(sources)}")
-    first = corpus_files.load_corpus(sources[0])
-    known = first.vocab_size, first.target_fingerprint
-    corpora = [first] + [
-        corpus_files.load_corpus(source, vocab_size=known[0], fingerprint=known[1])
-        for source in sources[1:]
-    ]
+    corpora: list[corpus_files.Corpus] = []
+    vocab_size, fingerprint = None, ""
+    for source in sources:
+        corpora.append(
+            corpus_files.load_corpus(
+                source, vocab_size=vocab_size, fingerprint=fingerprint
+            )
+        )
+        vocab_size = corpora[0].vocab_size
+        fingerprint = fingerprint or corpora[-1].target_fingerprint
+    known = corpora[0].vocab_size, fingerprint
     counts = Counts(sources=[dict(corpus.counts) for corpus in corpora])
     seen: set[bytes] = set()
     with CorpusWriter(folder, vocab_size=known[0], fingerprint=known[1]) as writer:

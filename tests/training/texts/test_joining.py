@@ -60,3 +60,14 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     with pytest.raises(FileExistsError, match="is there already"):
         joining.join(a, [a, b])
     assert not (tmp_path / "c").exists()
+
+
+def test_a_corpus_of_an_unknown_target_does_not_hide_that_others_differ(tmp_path):
+    unknown = save(tmp_path / "a", rows(1), fingerprint="")
+    b, c = save(tmp_path / "b", rows(2)), save(tmp_path / "c", rows(3))
+    other = save(tmp_path / "d", rows(4), fingerprint="xyz")
+    for sources in ([unknown, b, other], [b, unknown, other], [unknown, other, b]):
+        with pytest.raises(ValueError, match="made for another target: fingerprint"):
+            joining.join(tmp_path / "out", sources)
+    joining.join(tmp_path / "out", [unknown, b, c])
+    assert corpus_files.load_corpus(tmp_path / "out").target_fingerprint == "abc"
