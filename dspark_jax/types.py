@@ -172,6 +172,7 @@ class RoundInfo(NamedTuple):
     num_accepted: jax.Array  # int32 [B]
     next_token: jax.Array  # int32 [B]
     num_committed: jax.Array  # int32 [B], tokens appended, after stops and limits
+    commit_length: jax.Array  # int32 [B], the most drafts it could commit
 
 
 class Generation(flax.struct.PyTreeNode):

@@ -167,6 +167,7 @@ def speculative_step(
         num_accepted=num_accepted,
         next_token=verdict.next_token,
         num_committed=num_committed,
+        commit_length=allowed if caps_commit and allowed is not None else window,
     )
     return state.replace(drafter_state=drafter_state, stats=stats), info
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.serving import results
+from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.callbacks import CallbackGuard
 from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.metrics import Recorder
@@ -106,7 +107,8 @@ class StepLoop:
                 pieces.append(Piece(request, first, count, draws))
         if not pieces:
             return False
-        started_at = self._before_dispatch()
+        num_pieces = self.runner.prefill_size(len(pieces))
+        started_at = self._before_dispatch(num_pieces)
         step = DispatchedStep(
             number=self.step_number,
             result=self.runner.prefill(pieces),
@@ -115,7 +117,7 @@ class StepLoop:
             least_ahead=1,
             started_at=started_at,
             num_fed=sum(piece.count for piece in pieces),
-            num_pieces=self.runner.prefill_size(len(pieces)),
+            num_pieces=num_pieces,
         )
         step.begin()
         self.in_flight.append(step)
@@ -135,7 +137,8 @@ class StepLoop:
             np.array([request._length for request in requests]),
             np.array([request._limit for request in requests]),
         )
-        started_at = self._before_dispatch()
+        is_known = bucket in self.runner.known_programs
+        started_at = self._before_dispatch(bucket)
         step = DispatchedStep(
             number=self.step_number,
             result=self.runner.round(bucket, requests, plan.num_drafts),
@@ -145,6 +148,7 @@ class StepLoop:
             started_at=started_at,
             bucket=bucket,
             plan=plan,
+            is_timed=is_known,
         )
         step.begin()
         self.in_flight.append(step)
@@ -165,7 +169,10 @@ class StepLoop:
             return False
         return True
 
-    def _before_dispatch(self) -> float:
+    def _before_dispatch(self, program: Bucket | int) -> float:
+        if program not in self.runner.known_programs:  # to be compiled
+            for step in self.in_flight:
+                step.is_timed = False
         is_starved = self.in_flight and results.is_ready(self.in_flight[-1].result)
         self.recorder.num_dispatches += 1
         self.recorder.num_starved += bool(is_starved)
@@ -173,9 +180,12 @@ class StepLoop:
 
     def _collect(self, last_step: int) -> None:
         """Reads the steps under way up to `last_step`, oldest first."""
+        is_after = False  # whether another was read in this call
+        is_seen = True  # whether the end of the step before was seen, by waiting for it
         while self.in_flight and self.in_flight[0].number <= last_step:
             step = self.in_flight[0]
             waits_from = time.perf_counter()
+            is_late = results.is_ready(step.result)
             was_whole, self.is_whole = self.is_whole, True
             result = np.asarray(step.result)
             self.is_whole = was_whole
@@ -186,6 +196,10 @@ class StepLoop:
             # The device began this step when it was dispatched or had ended the last.
             seconds = ready_at - max(step.started_at, self._last_ready_at)
             self._last_ready_at = ready_at
+            # Of those that had ended before the host came, the first took the time
+            # since the last call; how long the others took, nobody knows.
+            step.is_timed &= is_seen and not (is_late and is_after)
+            is_seen, is_after = not is_late, True
             columns = results.columns_of(step, self._spec)
             live = [(row, r) for row, r in step.rows if not r.is_done]
             if step.bucket is not None and not step.bucket.is_plain:
@@ -193,7 +207,7 @@ class StepLoop:
             elif step.bucket is not None:
                 step.num_fed = len(step.rows) * self._config.rounds_per_step
             self.recorder.add_step(step, self._config, seconds)
-            if step.bucket is not None and step.plan is not None:
+            if step.is_timed and step.bucket is not None and step.plan is not None:
                 seconds /= self._config.rounds_per_step
                 context = step.plan.context_tokens
                 self.planner.observe(step.bucket, context, seconds)

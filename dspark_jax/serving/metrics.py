@@ -54,7 +54,7 @@ class Recorder:
         counts.request_places += requests
         counts.rows += step.num_fed
         counts.row_places += rows
-        if step.plan is not None and step.plan.seconds is not None:
+        if step.is_timed and step.plan is not None and step.plan.seconds is not None:
             predicted = config.rounds_per_step * step.plan.seconds
             counts.num_predicted += 1
             counts.predicted_seconds += predicted
@@ -73,8 +73,10 @@ class Recorder:
         self.window_counts += np.bincount(
             verify_length, minlength=len(self.window_counts)
         )
-        # A slot says something about its confidence if all before it were accepted.
-        reached = slots < np.minimum(verify_length, num_accepted + 1)[:, None]
+        # A slot says something about its confidence if all before it were accepted,
+        # and if it could be: what a cap cut off was not refused.
+        judged = counts.commit_length[rows]
+        reached = slots < np.minimum(judged, num_accepted + 1)[:, None]
         self.num_reached_at += reached.sum(0)
         self.accepted_at += (slots < num_accepted[:, None]).sum(0)
         self.confidence_at += np.where(reached, counts.confidence[rows], 0).sum(0)

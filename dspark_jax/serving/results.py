@@ -28,6 +28,7 @@ class DispatchedStep:
     plan: RoundPlan | None = None
     num_fed: int = 0  # prefill: tokens fed
     num_pieces: int = 0  # prefill: that its program takes
+    is_timed: bool = True  # False: what it took is not known
 
     def begin(self) -> None:
         """Counts the step into its requests' expectations."""
@@ -74,6 +75,7 @@ class RoundCounts:
         num_committed = columns.one(result, "num_committed")
         finish = columns.one(result, "finish")
         self.verify_length = columns.one(result, "verify_length")
+        self.commit_length = columns.one(result, "commit_length")
         self.num_accepted = columns.one(result, "num_accepted")
         self.confidence = from_bits(columns.of(result, "confidence"))
         # A stop token among the accepted drafts leaves no room for the next token.

@@ -40,6 +40,8 @@ class StepRunner:
         self._params = params
         self._config = config
         self._state: Any = None
+        # Programs that have run: a bucket, or a number of pieces.
+        self.known_programs: set[Bucket | int] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -83,6 +85,7 @@ class StepRunner:
         self._state, result = programs.prefill_chunk(
             self._params, self._state, control, spec=self.spec
         )
+        self.known_programs.add(len(control))
         result.copy_to_host_async()
         return result
 
@@ -132,6 +135,7 @@ class StepRunner:
                 spec=self.spec,
                 num_rows=bucket.tokens,
             )
+        self.known_programs.add(bucket)
         result.copy_to_host_async()
         return result
 

@@ -1,6 +1,7 @@
 """Nothing compiles after warm-up, and every bucket is declared."""
 
 import logging
+import time
 
 import jax
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from dspark_jax import serving
 from dspark_jax.scheduling.costs import Costs, TokenCurve
 from dspark_jax.scheduling.online_costs import OnlineCosts
-from dspark_jax.serving import Bucket
+from dspark_jax.serving import Bucket, programs
 from dspark_jax.serving.batching import check_buckets, default_buckets
+from dspark_jax.serving.planning import Plan
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -120,6 +122,73 @@ def test_metrics_say_what_happened(make_engine, asked):
     assert metrics["cost_drift"] > 0
     assert 0 < metrics["host_share"] <= 1
     assert engine.metrics()["num_rounds"] == 0
+
+
+@pytest.mark.parametrize("cap", [0, 3])
+def test_slots_that_a_cap_kept_from_being_judged_say_nothing_of_confidences(
+    cap, make_engine, asked, monkeypatch
+):
+    """ "cap-accept" verifies all: what it does not commit was not refused."""
+    engine = make_engine("cap-accept", num_slots=1)
+    plan = Plan(cap, None, 0)
+    monkeypatch.setattr(engine._loop.planner, "plan", lambda *_: (Bucket(1, 4), plan))
+    handles = [want.submit(engine) for want in asked]
+    engine.run()
+    metrics = engine.metrics()
+    num_reached = sum(metrics["calibration"]["num_reached_at"])
+    assert sum(handle.num_verified for handle in handles) > 0
+    assert (num_reached > 0) is (cap > 0)
+    if cap == 0:
+        assert metrics["calibration"]["drift"] == 0
+
+
+def record_costs(monkeypatch):
+    """Costs that follow real steps, and the seconds that they are given."""
+    costs = OnlineCosts(Costs(drafting=curve(0.004, 0.005, 0.006), plain=curve(0.005)))
+    seen = []
+    monkeypatch.setattr(costs, "update", lambda *args, **_: seen.append(args[3]))
+    return costs, seen
+
+
+def test_steps_during_which_a_program_was_compiled_are_no_prices(
+    make_engine, asked, monkeypatch
+):
+    """Without `warm_up`, first calls take seconds; the costs must not learn that."""
+    make_engine("compact", num_pages=9).warm_up()
+    costs, seen = record_costs(monkeypatch)
+    engine = make_engine("compact", num_pages=9, costs=costs)
+    rounds = programs.speculative_rounds
+    compiled = set()
+
+    def compile_first(*args, num_rows, **kwargs):
+        if num_rows not in compiled:
+            compiled.add(num_rows)
+            time.sleep(0.5)
+        return rounds(*args, num_rows=num_rows, **kwargs)
+
+    def plan(step, *_):
+        return Bucket(3, 12 if step < 8 else 6), Plan(3, None, 9)
+
+    monkeypatch.setattr(programs, "speculative_rounds", compile_first)
+    monkeypatch.setattr(engine._loop.planner, "plan", plan)
+    handle = asked[0].submit(engine)
+    engine.run()
+    asked[0].check(handle)
+    assert compiled == {6, 12}
+    assert len(seen) > 4
+    assert max(seen) < 0.5
+
+
+def test_steps_whose_time_nobody_saw_are_no_prices(make_engine, asked, monkeypatch):
+    """A round that had ended when the prefill before it was read looks free."""
+    costs, seen = record_costs(monkeypatch)
+    engine = make_engine("compact", num_pages=9, costs=costs)
+    engine.warm_up()
+    for want in asked:
+        want.submit(engine, on_tokens=lambda tokens: time.sleep(0.01))
+    engine.run()
+    assert len(seen) > 10
+    assert min(seen) > 2e-4
 
 
 def test_steps_can_be_measured(make_engine, asked):

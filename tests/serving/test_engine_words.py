@@ -5,11 +5,14 @@ requests are preempted; the planner takes any bucket it may.
 """
 
 import hypothesis
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
+import dspark_jax
 from dspark_jax.serving import Bucket
 from dspark_jax.serving.planning import RoundPlan
 
@@ -124,6 +127,40 @@ def test_words_under_random_arrivals_cancels_and_preemption(case, make_engine, a
     assert seen["cancelled"] > 10
     assert seen["finished"] > 100
     assert seen["preempted"] > 5 or "num_pages" not in fields
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_pages": 9}, {"num_slots": 2, "rounds_per_step": 2}]
+)
+def test_drafts_are_those_of_one_generation_alone(fields, make_engine, asked, models):
+    """Under "seeded" a wrong draft context costs acceptance, not words: it is counted.
+
+    Prompts in pieces, preemption and slots that are used again leave it as it is.
+    """
+    engine = make_engine("static", **fields)
+    handles = [want.submit(engine) for want in asked]
+    engine.run()
+    if "num_pages" in fields:
+        assert any(h.num_preemptions and h.num_rounds > 2 for h in handles)
+    longest = max(len(want.prompt) for want in asked)
+    prompts = [(*want.prompt, *[0] * (longest - len(want.prompt))) for want in asked]
+    stops = [(*want.stop_tokens, -1, -1)[:2] for want in asked]
+    alone = dspark_jax.speculative_generate(
+        jnp.stack([jax.random.key(want.seed) for want in asked]),
+        jnp.asarray(prompts, jnp.int32),
+        jnp.asarray([len(want.prompt) for want in asked], jnp.int32),
+        **models._asdict(),
+        max_new_tokens=max(want.max_new_tokens for want in asked),
+        limits=jnp.asarray([want.max_new_tokens for want in asked], jnp.int32),
+        sampling=dspark_jax.Sampling(
+            temperature=np.array([want.temperature for want in asked], np.float32)
+        ),
+        stop_tokens=jnp.asarray(stops, jnp.int32),
+        options=dspark_jax.Speculation(rule="seeded"),
+    )
+    for name in ("num_rounds", "num_verified", "num_accepted", "accepted_sum"):
+        found = [getattr(handle, name) for handle in handles]
+        assert found == getattr(alone.stats, name).tolist(), name
 
 
 def test_a_thousand_requests_at_once(make_engine, asked):
