@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="default: the drafter's block size",
     )
-    add("--page-size", type=int, default=64, metavar="N", help="default %(default)s")
+    add("--page-size", type=int, default=16, metavar="N", help="default %(default)s")
     add("--chunk", type=int, default=64, metavar="N", help="default %(default)s")
     add(
         "--rounds-per-step",
