@@ -10,7 +10,7 @@ import pytest
 from dspark_jax import serving
 from dspark_jax.scheduling.costs import Costs, TokenCurve
 from dspark_jax.scheduling.online_costs import OnlineCosts
-from dspark_jax.serving import Bucket, programs
+from dspark_jax.serving import Bucket, planning, programs
 from dspark_jax.serving.batching import check_buckets, default_buckets
 from dspark_jax.serving.planning import Plan
 
@@ -189,6 +189,36 @@ def test_steps_whose_time_nobody_saw_are_no_prices(make_engine, asked, monkeypat
     engine.run()
     assert len(seen) > 10
     assert min(seen) > 2e-4
+
+
+def test_plans_see_confidences_of_this_stay_in_the_slot_only(
+    make_engine, asked, monkeypatch
+):
+    """Not a stranger's, and none from before a preemption; none of the last step."""
+    costs = Costs(drafting=curve(0.004, 0.005, 0.006), plain=curve(0.009))
+    engine = make_engine("compact", num_pages=9, costs=costs)
+    admit, budget = engine._loop.slots.admit, planning.budget
+    admitted_at, ages = {}, []
+
+    def recorded_admit():
+        slots = admit()
+        admitted_at.update(dict.fromkeys(slots, engine._loop.step_number))
+        return slots
+
+    def checked_budget(past, *, step, **kwargs):
+        slots = [request._slot for request in engine._loop.slots.decoding]
+        for slot, origin in zip(slots, past.origin_step.tolist(), strict=True):
+            if origin >= 0:
+                assert origin >= admitted_at[slot]
+                ages.append(step - origin)
+        return budget(past, step=step, **kwargs)
+
+    monkeypatch.setattr(engine._loop.slots, "admit", recorded_admit)
+    monkeypatch.setattr(planning, "budget", checked_budget)
+    handles = [want.submit(engine) for want in asked]
+    engine.run()
+    assert sum(handle.num_preemptions for handle in handles) > 0
+    assert min(ages) == 2
 
 
 def test_steps_can_be_measured(make_engine, asked):
