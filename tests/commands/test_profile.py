@@ -41,10 +41,10 @@ def test_measures_the_engine_s_steps(run, tiny, tmp_path):
     seconds = found.seconds(2, [6, 10], 60)
     assert np.all(seconds > 0)
     assert seconds[0] <= seconds[1]
-    # The fastest times, but for what makes the table monotone.
-    last = result["steps"][-1]
-    assert (last["packed_tokens"], found.info["statistic"]) == (10, "fastest")
-    assert seconds[1] == pytest.approx(last["fastest"], rel=0.5)
+    # The fastest times, pooled where that makes the table monotone.
+    times = [step["fastest"] for step in result["steps"] if step["is_drafting"]]
+    assert found.info["statistic"] == "fastest"
+    assert 0.999 * min(times) <= seconds[1] <= 1.001 * max(times)
     assert result["repair"] >= 0
     assert result["additive"]["packed_tokens"] == [5, 6, 10]
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
