@@ -12,7 +12,7 @@ from dspark_jax.scheduling.costs import Costs, TokenCurve
 from dspark_jax.scheduling.online_costs import OnlineCosts
 from dspark_jax.serving import Bucket, planning, programs
 from dspark_jax.serving.batching import check_buckets, default_buckets
-from dspark_jax.serving.planning import Plan
+from dspark_jax.serving.planning import RoundPlan
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -130,7 +130,7 @@ def test_slots_that_a_cap_kept_from_being_judged_say_nothing_of_confidences(
 ):
     """ "cap-accept" verifies all: what it does not commit was not refused."""
     engine = make_engine("cap-accept", num_slots=1)
-    plan = Plan(cap, None, 0)
+    plan = RoundPlan(cap, None, 0)
     monkeypatch.setattr(engine._loop.planner, "plan", lambda *_: (Bucket(1, 4), plan))
     handles = [want.submit(engine) for want in asked]
     engine.run()
@@ -167,7 +167,7 @@ def test_steps_during_which_a_program_was_compiled_are_no_prices(
         return rounds(*args, num_rows=num_rows, **kwargs)
 
     def plan(step, *_):
-        return Bucket(3, 12 if step < 8 else 6), Plan(3, None, 9)
+        return Bucket(3, 12 if step < 8 else 6), RoundPlan(3, None, 9)
 
     monkeypatch.setattr(programs, "speculative_rounds", compile_first)
     monkeypatch.setattr(engine._loop.planner, "plan", plan)
