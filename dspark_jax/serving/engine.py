@@ -169,6 +169,8 @@ class Engine:
           sampling: scalars; fields that `EngineConfig.sampling_fields` declares.
           seed: an int, or a typed key; None takes the request's number. Under the rule
             "seeded" the words are those of `autoregressive_generate` with this key.
+            Requests of one prompt need different seeds: with the same one they share
+            their noise, and are not independent of each other.
           stop_tokens: None takes the target's, () none.
           on_tokens: called with the new tokens as they come. If it raises, the request
             ends with finish_reason "error"; others go on.
