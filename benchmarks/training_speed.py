@@ -19,24 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from common import log, save
 
-from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig, RopeConfig
+from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.evaluation.shapes import QWEN3_4B
 from dspark_jax.targets import decoder
 from dspark_jax.training import settings, step, target_states, vocabulary
 
-QWEN3_4B = DecoderConfig(
-    vocab_size=151936,
-    num_layers=36,
-    block=BlockConfig(
-        width=2560,
-        num_heads=32,
-        num_kv_heads=8,
-        head_width=128,
-        ffn_width=9728,
-        rope=RopeConfig(theta=1e6),
-        qk_norm=True,
-    ),
-    max_position=40960,
-)
 TINY = dataclasses.replace(
     QWEN3_4B,
     vocab_size=512,

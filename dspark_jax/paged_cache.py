@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import kv_cache, layers
+from pallas_kernels import pages as kernel_pages
 
 
 class RowLayout(flax.struct.PyTreeNode):
@@ -192,15 +193,7 @@ def attend_pages(
     return layers.grouped_attention(query[:, None], [segment])[:, 0]
 
 
-@jax.jit
-def _gather(pages: jax.Array, table: jax.Array) -> jax.Array:
-    """The pages of every request in order, [N, G, M * P, E]."""
-    num_pages, num_kv_heads, page_size, width = pages.shape
-    heads = jnp.arange(num_kv_heads, dtype=jnp.int32)[None, :, None]
-    index = jnp.clip(table, 0, num_pages - 1)[:, None] * num_kv_heads + heads
-    # One gather makes the layout that attention wants: no transposed copy follows.
-    flat = pages.reshape(num_pages * num_kv_heads, page_size, width)
-    return flat[index].reshape(table.shape[0], num_kv_heads, -1, width)
+_gather = jax.jit(kernel_pages.gather)  # traced once for all layers
 
 
 @jax.jit

@@ -139,16 +139,7 @@ def _torch_flex(case: cases.AnchorCase, repetitions: int) -> dict[str, Any]:
     def timed(function: Callable[[], Any]) -> bench_timing.Timing:
         for _ in range(3):
             function()
-        seconds = []
-        for _ in range(repetitions):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(10):
-                function()
-            end.record()
-            torch.cuda.synchronize()
-            seconds.append(start.elapsed_time(end) / 1e3 / 10)
-        return bench_timing.of(seconds)
+        return bench_timing.of(bench_peers.torch_seconds(function, repetitions))
 
     timing = timed(both)
     torch.cuda.synchronize()

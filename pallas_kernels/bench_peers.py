@@ -133,6 +133,22 @@ def need_torch() -> None:
         raise NotImplementedError("torch sees no GPU")
 
 
+def torch_seconds(function: Callable[[], Any], repetitions: int) -> list[float]:
+    """Seconds a call on the device, by CUDA events around ten calls in a row."""
+    import torch
+
+    seconds = []
+    for _ in range(repetitions):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(10):
+            function()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(start.elapsed_time(end) / 1e3 / 10)
+    return seconds
+
+
 def _torch_inputs(case: cases.CachedCase, count: int) -> tuple[Any, list[Any]]:
     # Folded: query heads of a kv head are rows.
     import torch
@@ -164,15 +180,7 @@ def _torch_time(chain: Callable[[], Any], count: int, repetitions: int) -> list[
     with torch.cuda.graph(graph):
         chain()
     graph.replay()
-    seconds = []
-    for _ in range(repetitions):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1e3 / 10 / count)
+    seconds = [each / count for each in torch_seconds(graph.replay, repetitions)]
     torch.cuda.empty_cache()
     return seconds
 

@@ -35,12 +35,7 @@ acceptance is replayed from measured data (the JSON of `dspark calibrate --json`
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dspark bench`."""
     parser.add_argument("what", choices=("serve",), help="what to measure")
-    parser.add_argument(
-        "--drafter",
-        metavar="D",
-        help="dspark-smollm2-135m, or a folder in DeepSpec's layout (default: the "
-        "shipped one for the default target)",
-    )
+    options.add_drafter(parser)
     add = parser.add_argument_group("load").add_argument
     add("--prompts", metavar="FILE", help="JSON Lines: id, domain, prompt")
     add(
@@ -102,12 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, metavar="N", help="default 0")
     add = parser.add_argument_group("engine").add_argument
-    add(
-        "--draft-length",
-        type=int,
-        metavar="K",
-        help="default: the drafter's block size",
-    )
+    options.add_draft_length(add)
     add("--page-size", type=int, default=16, metavar="N", help="default %(default)s")
     add("--chunk", type=int, default=64, metavar="N", help="default %(default)s")
     add(
@@ -132,10 +122,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="acceptance by domain: of `dspark evaluate --json`",
     )
     options.add_models(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--output", metavar="FILE", help="write the JSON there, after every repeat")
-    add("--plot", metavar="PNG", help="write throughput against speed there")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+    options.add_output(
+        parser,
+        output="write the JSON there, after every repeat",
+        plot="write throughput against speed there",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """What `dspark bench serve` serves: loaded models, or random weights."""
 
 import argparse
+import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -8,10 +9,11 @@ import jax
 import numpy as np
 
 from dspark_jax.commands import drafters, failure, options
-from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig, RopeConfig
+from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.drafters import dspark
 from dspark_jax.evaluation import prompts as prompt_lib
 from dspark_jax.evaluation import replay as replay_lib
+from dspark_jax.evaluation import shapes
 from dspark_jax.sampling import Sampling
 from dspark_jax.serving.loads import Job
 from dspark_jax.targets import decoder
@@ -146,37 +148,26 @@ def _configs(arguments: argparse.Namespace) -> tuple[DecoderConfig, DrafterConfi
     """Qwen3-4B with a drafter of the shapes that DeepSpec publishes, or tiny ones."""
     dtype = arguments.dtype
     if arguments.shapes == "tiny":
-        block = BlockConfig(
-            width=32, num_heads=4, num_kv_heads=2, head_width=8, ffn_width=64
-        )
-        vocab_size, num_layers, max_position = 512, 2, 2048
+        target = shapes.TINY
         draft = {"num_layers": 1, "tap_layers": (0,), "markov_rank": 8, "mask_token": 1}
     else:
-        block = BlockConfig(
-            width=2560,
-            num_heads=32,
-            num_kv_heads=8,
-            head_width=128,
-            ffn_width=9728,
-            rope=RopeConfig(theta=1e6),
-            qk_norm=True,
-        )
-        vocab_size, num_layers, max_position = 151_936, 36, 40_960
+        target = shapes.QWEN3_4B
         draft = {
             "num_layers": 5,
             "tap_layers": (1, 9, 17, 25, 33),
             "markov_rank": 256,
             "mask_token": 151_669,
         }
-    shared: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "block": block,
-        "max_position": max_position,
-        "param_dtype": dtype,
-        "compute_dtype": dtype,
-    }
-    target = DecoderConfig(num_layers=num_layers, **shared)
     drafter = DrafterConfig(
-        **{"block_size": 7, "num_target_layers": num_layers, **shared, **draft}
+        **{
+            "vocab_size": target.vocab_size,
+            "block": target.block,
+            "max_position": target.max_position,
+            "param_dtype": dtype,
+            "compute_dtype": dtype,
+            "block_size": 7,
+            "num_target_layers": target.num_layers,
+            **draft,
+        }
     )
-    return target, drafter
+    return dataclasses.replace(target, param_dtype=dtype, compute_dtype=dtype), drafter

@@ -6,7 +6,6 @@ import pathlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from dspark_jax import config
 from dspark_jax.commands import failure, options
 
 if TYPE_CHECKING:  # They import JAX.
@@ -39,12 +38,7 @@ first user turns are the prompts. When they run out, decoding goes on with new s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dspark calibrate`."""
-    parser.add_argument(
-        "--drafter",
-        metavar="D",
-        help="dspark-smollm2-135m, or a folder in DeepSpec's layout (default: the "
-        "shipped one for the default target)",
-    )
+    options.add_drafter(parser)
     add = parser.add_argument_group("text").add_argument
     add("--prompts", metavar="FILE", help="JSON Lines: id, domain, prompt")
     add("--corpus", metavar="FILE", help="JSON Lines: conversations")
@@ -63,23 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="of sampling (default 1); at 0 each prompt is decoded once",
     )
-    add(
-        "--rule",
-        choices=config.RULES,
-        default=config.Speculation().rule,
-        help="of verification (default %(default)s)",
-    )
-    add(
-        "--draft-length",
-        type=int,
-        metavar="K",
-        help="default: the drafter's block size",
-    )
+    options.add_rule(add)
+    options.add_draft_length(add)
     options.add_models(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--output", metavar="FILE", help="write the temperatures there, as JSON")
-    add("--plot", metavar="PNG", help="write reliability diagrams there")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+    options.add_output(
+        parser,
+        output="write the temperatures there, as JSON",
+        plot="write reliability diagrams there",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from dspark_jax import config
 from dspark_jax.commands import failure
 from dspark_jax.commands.generate import DEFAULT_TARGET
 
@@ -33,6 +34,48 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         help="draft among the N most frequent tokens (default: all)",
     )
     add("--candidates", type=int, metavar="N", help="draft among N tokens a position")
+
+
+def add_drafter(parser: argparse.ArgumentParser) -> None:
+    """The option that names one drafter with a confidence head."""
+    parser.add_argument(
+        "--drafter",
+        metavar="D",
+        help="dspark-smollm2-135m, or a folder in DeepSpec's layout (default: the "
+        "shipped one for the default target)",
+    )
+
+
+def add_rule(add: Callable[..., Any]) -> None:
+    """The option of the rule of verification, one of them."""
+    add(
+        "--rule",
+        choices=config.RULES,
+        default=config.Speculation().rule,
+        help="of verification (default %(default)s)",
+    )
+
+
+def add_draft_length(add: Callable[..., Any]) -> None:
+    """The option of the draft length, one of them."""
+    add(
+        "--draft-length",
+        type=int,
+        metavar="K",
+        help="default: the drafter's block size",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser, output: str, plot: str) -> None:
+    """Where a JSON file and a figure go, and what the screen shows.
+
+    Args:
+      output, plot: help for the two files.
+    """
+    add = parser.add_argument_group("output").add_argument
+    add("--output", metavar="FILE", help=output)
+    add("--plot", metavar="PNG", help=plot)
+    add("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def add_decoding(parser: argparse.ArgumentParser, max_new_tokens: int) -> Any:

@@ -7,7 +7,6 @@ import pathlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from dspark_jax import config
 from dspark_jax.commands import failure, options, unpriced
 
 if TYPE_CHECKING:  # They import JAX.
@@ -38,12 +37,7 @@ A bucket is REQUESTSxTOKENS; as many tokens as requests is a step without a draf
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dspark profile`."""
-    parser.add_argument(
-        "--drafter",
-        metavar="D",
-        help="dspark-smollm2-135m, a folder in DeepSpec's layout, or prompt-lookup "
-        "(default: the shipped one for the default target)",
-    )
+    options.add_drafter(parser)
     add = parser.add_argument_group("engine").add_argument
     add(
         "--slots",
@@ -72,18 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RxT",
         help="compiled shapes, requests x packed tokens (default: the engine's)",
     )
-    add(
-        "--rule",
-        choices=config.RULES,
-        default=config.Speculation().rule,
-        help="of verification (default %(default)s)",
-    )
-    add(
-        "--draft-length",
-        type=int,
-        metavar="K",
-        help="default: the drafter's block size",
-    )
+    options.add_rule(add)
+    options.add_draft_length(add)
     add(
         "--greedy", action="store_true", help="an engine that serves temperature 0 only"
     )
@@ -116,10 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the fastest time counts: for a machine that others use too",
     )
     options.add_models(parser)
-    add = parser.add_argument_group("output").add_argument
-    add("--output", metavar="FILE", help="write the cost table there, as JSON")
-    add("--plot", metavar="PNG", help="write a figure of it there")
-    add("--json", action="store_true", help="print one JSON object instead of a table")
+    options.add_output(
+        parser,
+        output="write the cost table there, as JSON",
+        plot="write a figure of it there",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

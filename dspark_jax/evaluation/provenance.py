@@ -1,5 +1,6 @@
 """Where and with what a result was measured."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -32,11 +33,11 @@ def _version(package: str) -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not a Linux machine
+    with (
+        contextlib.suppress(OSError),  # not a Linux machine
+        open("/proc/cpuinfo", encoding="utf-8") as file,
+    ):
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()

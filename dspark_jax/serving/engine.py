@@ -28,9 +28,9 @@ from dspark_jax.serving.engine_config import MAX_PROGRAMS, EngineConfig
 from dspark_jax.serving.loop import StepLoop
 from dspark_jax.serving.metrics import Recorder
 from dspark_jax.serving.planning import RoundPlanner
-from dspark_jax.serving.programs import Params, StepSpec
 from dspark_jax.serving.requests import QueueFullError, RequestHandle
 from dspark_jax.serving.runner import StepRunner
+from dspark_jax.serving.step_spec import Params, StepSpec
 from dspark_jax.types import Drafter, PyTree, Target
 
 

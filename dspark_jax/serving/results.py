@@ -9,8 +9,8 @@ import numpy as np
 from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.control import Columns, from_bits
 from dspark_jax.serving.planning import RoundPlan
-from dspark_jax.serving.programs import StepSpec
 from dspark_jax.serving.requests import RequestHandle
+from dspark_jax.serving.step_spec import StepSpec
 from dspark_jax.types import FINISH_NON_FINITE, FINISH_STOP
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from dspark_jax.serving import programs
+from dspark_jax.serving import programs, slot_state
 from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.engine_config import EngineConfig
-from dspark_jax.serving.programs import Params, StepSpec
 from dspark_jax.serving.requests import RequestHandle
+from dspark_jax.serving.step_spec import Params, StepSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepRunner:
         """Empty slots and pools, whatever became of the old ones."""
         config = self._config
         self._state = None  # frees the memory first
-        self._state = programs.make_state(
+        self._state = slot_state.make_state(
             self.spec,
             config.num_slots,
             config.max_length,
@@ -111,7 +111,7 @@ class StepRunner:
         control[:, columns.at("slot")] = np.minimum(slots, config.num_slots)[:, None]
         pages = np.arange(control[:, width].size) % config.total_pages
         control[:, width] = pages.reshape(control[:, width].shape)
-        self._state = programs.fill_slots(self._state, np.int32(context_length))
+        self._state = slot_state.fill_slots(self._state, np.int32(context_length))
         self._state.lengths.block_until_ready()
         started_at = time.perf_counter()
         for _ in range(num_steps):

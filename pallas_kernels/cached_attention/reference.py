@@ -9,7 +9,7 @@ it may hold anything.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import products
+from pallas_kernels import pages, products
 from pallas_kernels.cached_attention import runs as runs_lib
 
 
@@ -32,7 +32,7 @@ def attend(
             keys, values = keys[slot], values[slot]
     else:
         table = page_table if runs.is_identity else page_table[slot]
-        keys, values = gather_pages(keys, table), gather_pages(values, table)
+        keys, values = pages.gather(keys, table), pages.gather(values, table)
     kv_heads, capacity = keys.shape[1], keys.shape[2]
     row = runs.first_row[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
     if not runs.is_uniform:
@@ -58,11 +58,3 @@ def attend(
     row = jnp.where(exists, row, total)  # out of bounds: dropped
     empty = jnp.zeros((total, heads, width), query.dtype)
     return empty.at[row].set(out, mode="drop")
-
-
-def gather_pages(pages: jax.Array, table: jax.Array) -> jax.Array:
-    """Dense [N, G, C, E] from pages [num_pages, G, page, E] and a table [N, C/page]."""
-    found = pages[jnp.clip(table, 0, pages.shape[0] - 1)]  # [N, P, G, page, E]
-    found = jnp.swapaxes(found, 1, 2)
-    count, kv_heads, number, page, width = found.shape
-    return found.reshape(count, kv_heads, number * page, width)

@@ -17,6 +17,7 @@ from dspark_jax.serving import (
     EngineError,
     programs,
     results,
+    slot_state,
 )
 from dspark_jax.testing import make_tiny_models
 from dspark_jax.types import Bound
@@ -376,7 +377,7 @@ def test_an_engine_that_cannot_recover_says_so(make_engine, asked, monkeypatch):
     handle = asked[0].submit(engine)
     with monkeypatch.context() as patch:
         patch.setattr(programs, "speculative_rounds", broken)
-        patch.setattr(programs, "make_state", broken)
+        patch.setattr(slot_state, "make_state", broken)
         with pytest.raises(EngineError, match="the engine is not usable: INTERNAL"):
             engine.run()
     assert handle.finish_reason == "error"
