@@ -59,6 +59,27 @@ def test_nothing_compiles_after_warm_up_in_any_bucket(make_engine, asked, compil
     assert seen == {"prefill 1", "prefill 2", "plain 3x3", "verify 3x6", "verify 3x12"}
 
 
+def test_padding_rows_take_no_budget(make_engine, asked):
+    """They read the state of the last slot, which is running here."""
+    costs = Costs(drafting=curve(9, 1, 9), plain=curve(9))
+    engine = make_engine(
+        "compact",
+        num_slots=1,
+        costs=OnlineCosts(costs),
+        buckets=tuple(Bucket(3, tokens) for tokens in (3, 6, 12)),
+    )
+    want = max(asked, key=lambda asked: len(asked.words))
+    handle = want.submit(engine)
+    engine.run()
+    want.check(handle)
+    metrics = engine.metrics()
+    assert metrics["steps"]["verify 3x6"]["num_steps"] >= 3
+    # Three drafts are paid for, and one request drafts three.
+    counts = metrics["verify_length_counts"]
+    full = {"stop": 1, "length": 2}[handle.finish_reason]  # rounds that may be cut
+    assert counts[3] >= sum(counts) - full
+
+
 def test_without_prices_every_window_is_full(make_engine, asked, caplog):
     with caplog.at_level(logging.WARNING):
         engine = make_engine("compact", num_pages=9)
