@@ -118,6 +118,59 @@ def with_draft_vocabulary(
     )
 
 
+def block_logits(
+    config: DrafterConfig,
+    target: Target,
+    params: DSparkParams,
+    target_params: PyTree,
+    state: kv_cache.DenseCache,
+    anchor: Int[Array, "B"],
+    position: Int[Array, "B"],
+    length: int,
+) -> tuple[Float[Array, "B K D"], Float[Array, "B K N"], Int[Array, "N"] | None]:
+    """The parallel part: hidden states and base logits of a block of `length` slots.
+
+    Returns:
+      Hidden states, base logits, and the token of each logit (None: its index).
+    """
+    dtype = layers.dtype_of(config.compute_dtype)
+    inputs = backbone.block_inputs(config, anchor, length)  # [B, K]
+    if params.embed is None:
+        embedded = target.embed(target_params, inputs).astype(dtype)
+    else:
+        embedded = layers.embed(params.embed, inputs, dtype)
+    positions = position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    index = jnp.arange(state.capacity, dtype=jnp.int32)
+    hidden = backbone.block_hidden(
+        params.backbone,
+        config,
+        embedded[:, None],
+        positions[:, None],
+        [state.context(layer) for layer in range(config.num_layers)],
+        index[None, None] < position[:, None, None],
+    )[:, 0]  # [B, K, D]
+    base_logits, ids = _base_logits(params, target, target_params, hidden)
+    return hidden, base_logits, ids
+
+
+def draw(
+    config: DrafterConfig,
+    params: DSparkParams,
+    sampler: DraftSampler,
+    anchor: Int[Array, "B"],
+    hidden: Float[Array, "B K D"],
+    base_logits: Float[Array, "B K N"],
+    ids: Int[Array, "N"] | None,
+) -> Draft:
+    """The sequential part: the Markov head's draws, among candidates if asked."""
+    rows = None  # [B, K, N], rows of W2 when drafting among candidates
+    if sampler.candidates is not None:
+        num = min(sampler.candidates, base_logits.shape[-1])
+        base_logits, rows = jax.lax.top_k(base_logits, num)
+        ids = rows if ids is None else ids[rows]
+    return _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
+
+
 def _init_state(
     config: DrafterConfig, batch: int, capacity: int
 ) -> kv_cache.DenseCache:
@@ -157,31 +210,17 @@ def _propose(
     position: Int[Array, "B"],
     sampler: DraftSampler,
 ) -> tuple[Draft, kv_cache.DenseCache]:
-    length = sampler.draft_length
-    dtype = layers.dtype_of(config.compute_dtype)
-    inputs = backbone.block_inputs(config, anchor, length)  # [B, K]
-    if params.embed is None:
-        embedded = target.embed(target_params, inputs).astype(dtype)
-    else:
-        embedded = layers.embed(params.embed, inputs, dtype)
-    positions = position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    index = jnp.arange(state.capacity, dtype=jnp.int32)
-    hidden = backbone.block_hidden(
-        params.backbone,
+    hidden, base_logits, ids = block_logits(
         config,
-        embedded[:, None],
-        positions[:, None],
-        [state.context(layer) for layer in range(config.num_layers)],
-        index[None, None] < position[:, None, None],
-    )[:, 0]  # [B, K, D]
-    base_logits, ids = _base_logits(params, target, target_params, hidden)
-    rows = None  # [B, K, N], rows of W2 when drafting among candidates
-    if sampler.candidates is not None:
-        num = min(sampler.candidates, base_logits.shape[-1])
-        base_logits, rows = jax.lax.top_k(base_logits, num)
-        ids = rows if ids is None else ids[rows]
-    draft = _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
-    return draft, state
+        target,
+        params,
+        target_params,
+        state,
+        anchor,
+        position,
+        sampler.draft_length,
+    )
+    return draw(config, params, sampler, anchor, hidden, base_logits, ids), state
 
 
 def _base_logits(
