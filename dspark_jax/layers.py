@@ -100,24 +100,27 @@ def block(
     x: Float[Array, "... W D"],
     positions: Int[Array, "... W"],
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    dtype: Any = None,
 ) -> tuple[Float[Array, "... W D"], Any]:
     """One pre-norm block: x + attention(norm(x)), then + SwiGLU(norm(x)).
 
     Args:
+      x: the residual stream; it keeps its dtype.
       attend: (query [B, W, H, E], key [B, W, G, E], value [B, W, G, E]) -> (output
         [B, W, H, E], aux): what the rows may see is the caller's business.
+      dtype: of the rows between norm and sum, if not that of `x`.
 
     Returns:
       The block's output and `aux` (an updated cache, say).
     """
-    normed = rms_norm(x, params.input_norm, config.rms_eps)
+    normed = rms_norm(x, params.input_norm, config.rms_eps, dtype)
     query = queries(params, config, normed, positions)
     key, value = keys_values(params, config, normed, positions)
     attended, aux = attend(query, key, value)
     flat = attended.reshape(*attended.shape[:-2], -1)  # [B, W, H*E]
-    x = x + dot(flat, params.o, params.o_bias)
-    normed = rms_norm(x, params.post_norm, config.rms_eps)
-    return x + swiglu(params, normed), aux
+    x = x + dot(flat, params.o, params.o_bias, x.dtype)
+    normed = rms_norm(x, params.post_norm, config.rms_eps, dtype)
+    return x + swiglu(params, normed, x.dtype), aux
 
 
 # Jitted, like the other parts of a layer below: a program traces and lowers each part
@@ -147,22 +150,25 @@ def keys_values(
     return rope(key, positions, config.rope), value
 
 
-@jax.jit
-def swiglu(params: BlockParams, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """down(silu(gate(x)) * up(x))."""
+@functools.partial(jax.jit, static_argnames="dtype")
+def swiglu(
+    params: BlockParams, x: Float[Array, "... D"], dtype: Any = None
+) -> Float[Array, "... D"]:
+    """down(silu(gate(x)) * up(x)), the last product in `dtype` (default: x's)."""
     gate = dot(x, params.gate, params.gate_bias)
     up = dot(x, params.up, params.up_bias)
-    return dot(jax.nn.silu(gate) * up, params.down, params.down_bias)
+    return dot(jax.nn.silu(gate) * up, params.down, params.down_bias, dtype)
 
 
 def rms_norm(
-    x: Float[Array, "... D"], gain: Float[Array, "D"], eps: float
+    x: Float[Array, "... D"], gain: Float[Array, "D"], eps: float, dtype: Any = None
 ) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x²) + eps) * gain, the statistics in float32."""
+    """x / sqrt(mean(x²) + eps) * gain in `dtype` (x's), the statistics in float32."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + jnp.float32(eps))
-    return normed.astype(x.dtype) * _along_last_axis(gain, x)
+    normed = normed.astype(dtype or x.dtype)
+    return normed * _along_last_axis(gain, normed)
 
 
 def rope(
@@ -252,9 +258,10 @@ def dot(
     x: Float[Array, "... I"],
     weight: Float[Array, "O I"],
     bias: Float[Array, "O"] | None = None,
+    dtype: Any = None,
 ) -> Float[Array, "... O"]:
-    """x @ weight.T + bias in x's dtype."""
-    out = products.product(x, weight.astype(x.dtype), x.dtype)
+    """x @ weight.T + bias, operands in x's dtype, the sum in `dtype` (default: x's)."""
+    out = products.product(x, weight.astype(x.dtype), dtype or x.dtype)
     return out if bias is None else out + _along_last_axis(bias, out)
 
 
