@@ -52,7 +52,7 @@ def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
     arguments = (config, target)
     return Drafter(
         config=config,
-        init_state=Bound(_init_state, (config,)),
+        init_state=Bound(_init_state, (config, _implementation(target))),
         observe=Bound(_observe, (config,)),
         propose=Bound(_propose, arguments),
     )
@@ -118,8 +118,13 @@ def with_draft_vocabulary(
     )
 
 
+def _implementation(target: Target) -> str:
+    """The target's choice of attention; targets of users may have none."""
+    return getattr(target.config, "attention", "auto")
+
+
 def _init_state(
-    config: DrafterConfig, batch: int, capacity: int
+    config: DrafterConfig, implementation: str, batch: int, capacity: int
 ) -> kv_cache.DenseCache:
     return kv_cache.DenseCache.create(
         config.num_layers,
@@ -128,6 +133,7 @@ def _init_state(
         config.block.num_kv_heads,
         config.block.head_width,
         layers.dtype_of(config.compute_dtype),
+        implementation,
     )
 
 
@@ -165,15 +171,9 @@ def _propose(
     else:
         embedded = layers.embed(params.embed, inputs, dtype)
     positions = position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    index = jnp.arange(state.capacity, dtype=jnp.int32)
-    hidden = backbone.block_hidden(
-        params.backbone,
-        config,
-        embedded[:, None],
-        positions[:, None],
-        [state.context(layer) for layer in range(config.num_layers)],
-        index[None, None] < position[:, None, None],
-    )[:, 0]  # [B, K, D]
+    hidden, state = backbone.cached_block_hidden(
+        params.backbone, config, embedded, positions, state
+    )
     base_logits, ids = _base_logits(params, target, target_params, hidden)
     rows = None  # [B, K, N], rows of W2 when drafting among candidates
     if sampler.candidates is not None:
