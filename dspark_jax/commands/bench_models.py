@@ -170,4 +170,10 @@ def _configs(arguments: argparse.Namespace) -> tuple[DecoderConfig, DrafterConfi
             **draft,
         }
     )
-    return dataclasses.replace(target, param_dtype=dtype, compute_dtype=dtype), drafter
+    target = dataclasses.replace(
+        target,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        attention=arguments.attention,
+    )
+    return target, drafter

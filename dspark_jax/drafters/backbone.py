@@ -117,14 +117,17 @@ def cached_block_hidden(
       positions: absolute; a .. a + K - 1.
       cache: with `attend_block`, a `DenseCache` or a `PagedCache`.
     """
-    x = inputs
+    x, at = inputs[:, None], positions[:, None]  # [B, 1, K, D], [B, 1, K]
     for index, block_params in enumerate(params.layers):
 
-        def attend(query, key, value, index=index, cache=cache):
-            return cache.attend_block(index, query, key, value, positions)
+        def attend(*rows, index=index, cache=cache):
+            rows = (row[:, 0] for row in rows)
+            out, cache = cache.attend_block(index, *rows, positions)
+            return out[:, None], cache
 
-        x, cache = layers.block(block_params, config.block, x, positions, attend)
-    return layers.rms_norm(x, params.final_norm, config.block.rms_eps), cache
+        x, cache = layers.block(block_params, config.block, x, at, attend)
+    hidden = layers.rms_norm(x, params.final_norm, config.block.rms_eps)
+    return hidden[:, 0], cache
 
 
 def block_inputs(
