@@ -122,12 +122,12 @@ def _by_kernel(
         call = _batched(name, max_rows)
         return call(query, keys, values, place.table, request, num_keys)
 
-    def forward(*operands):
-        return kernel(*operands), operands
+    def forward(query, keys, values, place):
+        return kernel(query, keys, values, place), (query, keys, values, place)
 
     def backward(operands, cotangent):
         *arrays, place = operands
-        _, pull = jax.vjp(lambda *arrays: plain(*arrays, place), *arrays)
+        _, pull = jax.vjp(lambda q, k, v: plain(q, k, v, place), *arrays)
         return (*pull(cotangent), None)
 
     kernel.defvjp(forward, backward)

@@ -19,7 +19,8 @@ MODES = ("plain", "static", "compact", "cap-accept")  # of serving
 MARKOV_KINDS = ("none", "vanilla", "gated", "rnn")
 CONFIDENCE_KINDS = ("none", "plain", "markov")
 ROPE_KINDS = ("default", "linear", "llama3")
-ATTENTIONS = ("auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu")
+Attention = Literal["auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu"]
+ATTENTIONS = typing.get_args(Attention)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -102,7 +103,7 @@ class DecoderConfig:
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     fingerprint: str = ""
-    attention: Literal["auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu"] = "auto"
+    attention: Attention = "auto"
 
     def __post_init__(self):
         check_types(self)

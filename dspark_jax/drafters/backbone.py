@@ -120,8 +120,8 @@ def cached_block_hidden(
     x, at = inputs[:, None], positions[:, None]  # [B, 1, K, D], [B, 1, K]
     for index, block_params in enumerate(params.layers):
 
-        def attend(*rows, index=index, cache=cache):
-            rows = (row[:, 0] for row in rows)
+        def attend(query, key, value, index=index, cache=cache):
+            rows = (row[:, 0] for row in (query, key, value))
             out, cache = cache.attend_block(index, *rows, positions)
             return out[:, None], cache
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from dspark_jax import layers, tensor_files
-from dspark_jax.config import BlockConfig, DecoderConfig
+from dspark_jax.config import Attention, BlockConfig, DecoderConfig
 from dspark_jax.targets import decoder, fetch, files
 from dspark_jax.types import Target
 
@@ -48,7 +48,7 @@ def load_target(
     *,
     param_dtype: str | None = "float32",
     compute_dtype: str | None = None,
-    attention: str = "auto",
+    attention: Attention = "auto",
 ) -> tuple[Target, decoder.DecoderParams]:
     """Loads a target model and its parameters.
 
@@ -71,7 +71,7 @@ def load_target(
 
 
 def from_host(
-    host: files.HostTarget, attention: str = "auto"
+    host: files.HostTarget, attention: Attention = "auto"
 ) -> tuple[Target, decoder.DecoderParams]:
     """The target of files that were read; its parameters on the default device.
 
