@@ -51,12 +51,17 @@ def choose(
     return cached_attention.fastest(query, keys, rows=rows, page_table=table)
 
 
-def stored_capacity(capacity: int, implementation: str, dtype: Any) -> int:
-    """Positions that a dense cache stores: kernels want a multiple of 8."""
+def stored_capacity(
+    capacity: int, implementation: str, dtype: Any, spare: int = 0
+) -> int:
+    """Positions that a dense cache stores where a kernel may attend it.
+
+    Kernels want a multiple of 8, and `spare` ones for a draft block at its end.
+    """
     is_plain = implementation == "xla"
     if implementation == "auto":
         is_plain = jax.default_backend() != "gpu" or jnp.dtype(dtype).itemsize > 2
-    return capacity if is_plain else -(-capacity // 8) * 8
+    return capacity if is_plain else -(-(capacity + spare) // 8) * 8
 
 
 def attend(

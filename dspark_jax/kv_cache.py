@@ -38,12 +38,14 @@ class DenseCache(flax.struct.PyTreeNode):
         head_width: int,
         dtype: jnp.dtype,
         implementation: str = "auto",
+        spare: int = 0,
     ) -> "DenseCache":
         """An empty cache: zeros, so that masked rows never hold NaN.
 
-        `implementation` is that of its attention (see `dspark_jax.attention`).
+        `implementation` is that of its attention (see `dspark_jax.attention`). A kernel
+        needs room for a draft block at the end: `spare` positions more.
         """
-        stored = attention.stored_capacity(capacity, implementation, dtype)
+        stored = attention.stored_capacity(capacity, implementation, dtype, spare)
         shape = (batch, num_kv_heads, stored, head_width)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),

@@ -252,12 +252,14 @@ def test_a_named_kernel_says_why_it_cannot(rng):
         like.attend(0, *fed, jnp.zeros((B, W), jnp.int32))
 
 
-def test_kernels_store_a_multiple_of_8():
-    def stored(implementation, dtype=bf16):
-        return kv_cache.DenseCache.create(1, 1, 25, G, E, dtype, implementation)
+def test_kernels_store_a_multiple_of_8_and_a_block():
+    def stored(implementation, spare=0):
+        create = kv_cache.DenseCache.create
+        return create(1, 1, 25, G, E, bf16, implementation, spare=spare).capacity
 
-    assert stored("auto").capacity == stored("xla").capacity == 25
-    assert stored("mosaic_gpu").capacity == 32
+    assert stored("auto", spare=8) == stored("xla", spare=8) == 25
+    assert stored("mosaic_gpu") == 32
+    assert stored("mosaic_gpu", spare=8) == 40
 
 
 def make_models(implementation):

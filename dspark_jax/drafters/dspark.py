@@ -134,6 +134,7 @@ def _init_state(
         config.block.head_width,
         layers.dtype_of(config.compute_dtype),
         implementation,
+        spare=config.block_size,
     )
 
 
