@@ -262,14 +262,14 @@ def test_kernels_store_a_multiple_of_8_and_a_block():
     assert stored("mosaic_gpu", spare=8) == 40
 
 
-def make_models(implementation):
+def make_models(implementation, max_position=256):
     block = BlockConfig(
         width=32, num_heads=H, num_kv_heads=G, head_width=E, ffn_width=32
     )
     common = {
         "vocab_size": 32,
         "block": block,
-        "max_position": 256,
+        "max_position": max_position,
         "param_dtype": "bfloat16",
         "compute_dtype": "bfloat16",
     }
@@ -341,7 +341,8 @@ def step_program(target, drafter):
 @pytest.mark.parametrize("make", [generate_program, step_program])
 def test_whole_programs_lower_with_the_kernel(make, monkeypatch):
     on_a_hopper_gpu(monkeypatch)
-    traced = make(*make_models("auto"))
+    # Models of its own: a program that was traced here must not be found elsewhere.
+    traced = make(*make_models("auto", max_position=255))
     # Target and drafter, in a generation also its prefill, each lowered once for all
     # layers; a program for another platform has XLA's form.
     kernels = traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
