@@ -18,7 +18,7 @@ from dspark_jax.serving import programs, slot_state
 from dspark_jax.serving.step_spec import Params, StepSpec
 from dspark_jax.targets import decoder
 from pallas_kernels import _compat, _dispatch
-from pallas_kernels.cached_attention import mosaic_tpu, tuning
+from pallas_kernels.cached_attention import mosaic_gpu, mosaic_tpu, tuning
 
 B, W, G, H, E, PAGE, CAPACITY, NUM_PAGES = 2, 3, 1, 2, 64, 16, 64, 12
 bf16 = jnp.bfloat16
@@ -66,10 +66,10 @@ def paged_view(rng, implementation, known=20):
     )
 
 
-def both(make, call):
+def both(make, call, kernel="mosaic_tpu"):
     """Outputs of the kernel and of XLA for equal caches."""
     found = []
-    for implementation in ("mosaic_tpu", "xla"):
+    for implementation in (kernel, "xla"):
         rng = np.random.default_rng(0)
         found.append(np.asarray(call(make(rng, implementation), rng), np.float32))
     return found
@@ -100,6 +100,21 @@ def test_a_draft_block_over_a_dense_cache():
         return cache.attend_block(0, *rows(rng, B, W), positions)[0]
 
     close(*both(dense_cache, call))
+
+
+@needs_mosaic_gpu
+@pytest.mark.slow
+def test_windows_and_blocks_by_the_gpu_kernel(monkeypatch):
+    attend = functools.partial(mosaic_gpu.attend, interpret=_compat.gpu_interpreter())
+    monkeypatch.setattr(mosaic_gpu, "attend", attend)
+    positions = jnp.asarray([[20, 21, 22]] * B, jnp.int32)
+    for make in (dense_cache, paged_view):
+        for method in ("attend", "attend_block"):
+
+            def call(cache, rng, method=method):
+                return getattr(cache, method)(0, *rows(rng, B, W), positions)[0]
+
+            close(*both(make, call, kernel="mosaic_gpu"))
 
 
 def test_windows_and_packed_rows_over_pages():
