@@ -23,7 +23,7 @@ ROWS = (  # lowest first
         "dspark_jax.tensor_files",
     ),
     ("dspark_jax.noise", "dspark_jax.products"),
-    ("dspark_jax.layers",),
+    ("dspark_jax.layers", "dspark_jax.attention"),
     ("dspark_jax.sampling", "dspark_jax.kv_cache"),
     ("dspark_jax.paged_cache",),
     ("dspark_jax.targets", "dspark_jax.drafters"),

@@ -172,4 +172,10 @@ def random_configs(
             **draft,
         }
     )
-    return dataclasses.replace(target, param_dtype=dtype, compute_dtype=dtype), drafter
+    target = dataclasses.replace(
+        target,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        attention=arguments.attention,
+    )
+    return target, drafter

@@ -52,7 +52,7 @@ def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
     arguments = (config, target)
     return Drafter(
         config=config,
-        init_state=Bound(_init_state, (config,)),
+        init_state=Bound(_init_state, (config, _implementation(target))),
         observe=Bound(_observe, (config,)),
         propose=Bound(_propose, arguments),
     )
@@ -127,11 +127,17 @@ def block_logits(
     anchor: Int[Array, "B"],
     position: Int[Array, "B"],
     length: int,
-) -> tuple[Float[Array, "B K D"], Float[Array, "B K N"], Int[Array, "N"] | None]:
+) -> tuple[
+    Float[Array, "B K D"],
+    Float[Array, "B K N"],
+    Int[Array, "N"] | None,
+    kv_cache.DenseCache,
+]:
     """The parallel part: hidden states and base logits of a block of `length` slots.
 
     Returns:
-      Hidden states, base logits, and the token of each logit (None: its index).
+      Hidden states, base logits, the token of each logit (None: its index), and the
+      state, in which the block's own keys may lie.
     """
     dtype = layers.dtype_of(config.compute_dtype)
     inputs = backbone.block_inputs(config, anchor, length)  # [B, K]
@@ -140,17 +146,11 @@ def block_logits(
     else:
         embedded = layers.embed(params.embed, inputs, dtype)
     positions = position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    index = jnp.arange(state.capacity, dtype=jnp.int32)
-    hidden = backbone.block_hidden(
-        params.backbone,
-        config,
-        embedded[:, None],
-        positions[:, None],
-        [state.context(layer) for layer in range(config.num_layers)],
-        index[None, None] < position[:, None, None],
-    )[:, 0]  # [B, K, D]
+    hidden, state = backbone.cached_block_hidden(
+        params.backbone, config, embedded, positions, state
+    )
     base_logits, ids = _base_logits(params, target, target_params, hidden)
-    return hidden, base_logits, ids
+    return hidden, base_logits, ids, state
 
 
 def draw(
@@ -171,8 +171,13 @@ def draw(
     return _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
 
 
+def _implementation(target: Target) -> str:
+    """The target's choice of attention; targets of users may have none."""
+    return getattr(target.config, "attention", "auto")
+
+
 def _init_state(
-    config: DrafterConfig, batch: int, capacity: int
+    config: DrafterConfig, implementation: str, batch: int, capacity: int
 ) -> kv_cache.DenseCache:
     return kv_cache.DenseCache.create(
         config.num_layers,
@@ -181,6 +186,8 @@ def _init_state(
         config.block.num_kv_heads,
         config.block.head_width,
         layers.dtype_of(config.compute_dtype),
+        implementation,
+        spare=config.block_size,
     )
 
 
@@ -210,7 +217,7 @@ def _propose(
     position: Int[Array, "B"],
     sampler: DraftSampler,
 ) -> tuple[Draft, kv_cache.DenseCache]:
-    hidden, base_logits, ids = block_logits(
+    hidden, base_logits, ids, state = block_logits(
         config,
         target,
         params,

@@ -68,6 +68,7 @@ def _init_cache(
         config.block.num_kv_heads,
         config.block.head_width,
         layers.dtype_of(config.compute_dtype),
+        config.attention,
     )
 
 
