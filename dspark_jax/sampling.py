@@ -122,7 +122,7 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
       sampling: fields [...], or None.
     """
     shape = logits.shape[:-1]
-    largest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    largest, top = _largest(logits)
     if sampling.temperature is None:
         return Row(
             top=jnp.zeros(shape, jnp.float32),
@@ -131,7 +131,6 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
             point=largest,
         )
     temperature = sampling.temperature
-    top = jnp.max(logits, axis=-1)
     top = jnp.where(jnp.isfinite(top), top, 0.0)  # inf - inf is NaN
     scaled = scale(logits, top, temperature)
     cut = jnp.full(shape, -jnp.inf, jnp.float32)
@@ -144,9 +143,11 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
     if sampling.min_p is not None:
         # p >= min_p * max p, in logits; log(0) = -inf keeps everything.
         cut = jnp.maximum(cut, jnp.log(sampling.min_p))
-    # The best token stays, whatever a traced setting holds.
-    cut = _between(scaled, jnp.minimum(cut, 0.0))
-    mass = jnp.where(scaled >= cut[..., None], jnp.exp(scaled), 0.0)
+    mass = jnp.exp(scaled)
+    if has_cuts(sampling):
+        # The best token stays, whatever a traced setting holds.
+        cut = _between(scaled, jnp.minimum(cut, 0.0))
+        mass = jnp.where(scaled >= cut[..., None], mass, 0.0)
     return Row(
         top=top,
         cut=cut,
@@ -157,8 +158,15 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
 
 def has_distribution(logits: Float[Array, "... N"]) -> Bool[Array, "..."]:
     """Whether a row of logits is one: no NaN, no +inf, and something above -inf."""
-    # Comparisons, since a compiled maximum may pass over a NaN (XLA:CPU's does).
-    return jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
+    # The largest says it, since argmax takes a NaN for larger than all else (a compiled
+    # maximum may pass over one: XLA:CPU's does).
+    return jnp.isfinite(_largest(logits)[1])
+
+
+def has_cuts(sampling: Sampling) -> bool:
+    """Whether the program cuts distributions (static: a field is there or not)."""
+    fields = (sampling.top_k, sampling.top_p, sampling.min_p)
+    return any(field is not None for field in fields)
 
 
 def scale(
@@ -249,7 +257,6 @@ class DraftSampler(flax.struct.PyTreeNode):
             ids = jnp.arange(support, dtype=jnp.int32)
         ids = jnp.broadcast_to(ids, (batch, support))
         is_finite = has_distribution(logits)
-        logits = jnp.where(is_finite[:, None], logits, 0.0)
         row = make_row(logits, self.sampling)
         gumbel = None
         if self.sampling.temperature is not None:
@@ -261,9 +268,15 @@ class DraftSampler(flax.struct.PyTreeNode):
                 assert self.streams is not None
                 gumbel = noise.round_gumbel(self.streams, slot, ids)
         index = draw(logits, row, self.sampling.temperature, gumbel)
+        index = jnp.where(is_finite, index, 0)
         token = jnp.take_along_axis(ids, index[:, None], axis=1)  # [B, 1]
         is_point = (row.point >= 0) | ~is_finite
-        row = row.replace(point=jnp.where(is_point, token[:, 0], -1))
+        row = Row(
+            top=row.top,
+            cut=jnp.where(is_finite, row.cut, -jnp.inf),
+            log_normaliser=jnp.where(is_finite, row.log_normaliser, 0.0),
+            point=jnp.where(is_point, token[:, 0], -1),
+        )
         logit = jnp.take_along_axis(logits, index[:, None], axis=1)
         q = probability(logit, token, row, self.sampling.temperature)
         return token[:, 0], q[:, 0], row
@@ -292,6 +305,16 @@ def make_draft_sampler(
         rule=rule,
         candidates=candidates,
     )
+
+
+def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index and value of the largest logit, or of a NaN; int32 [...], float32 [...].
+
+    Every pass over the vocabulary counts, so greedy decoding makes this one only: the
+    compiler joins equal calls, and `draw`'s argmax.
+    """
+    index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return index, jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
 
 
 def _between(scaled: jax.Array, cut: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import checks, kv_cache, layers
+from dspark_jax import candidates, checks, kv_cache, layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, markov
 from dspark_jax.sampling import DraftSampler
@@ -166,7 +166,7 @@ def draw(
     rows = None  # [B, K, N], rows of W2 when drafting among candidates
     if sampler.candidates is not None:
         num = min(sampler.candidates, base_logits.shape[-1])
-        base_logits, rows = jax.lax.top_k(base_logits, num)
+        base_logits, rows = candidates.best(base_logits, num)
         ids = rows if ids is None else ids[rows]
     return _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
 

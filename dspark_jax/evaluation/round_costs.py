@@ -79,7 +79,7 @@ def of_markov(params: DSparkParams, shape: Shape, w2: Any) -> Cost:
         return logits
     rank = w2.shape[1]
     if shape.candidates is None:
-        read = float(shape.draft_length * w2.nbytes)
+        read = float(shape.draft_length * _num_bytes(w2))
         return logits + Cost(weights=read, flops=2.0 * rows * w2.size)
     num = rows * shape.candidates * rank
     return logits + Cost(weights=float(num * w2.dtype.itemsize), flops=2.0 * num)
@@ -101,7 +101,7 @@ def _products(matrices: Any, rows: int) -> Cost:
     leaves = [leaf for leaf in jax.tree.leaves(matrices) if leaf is not None]
     size = sum(leaf.size for leaf in leaves if leaf.ndim == 2)
     return Cost(
-        weights=float(sum(leaf.nbytes for leaf in leaves)), flops=2.0 * rows * size
+        weights=float(sum(map(_num_bytes, leaves))), flops=2.0 * rows * size
     )
 
 
@@ -114,3 +114,7 @@ def _attention(
         cache=2.0 * pairs * block.num_kv_heads * itemsize,
         flops=4.0 * pairs * block.num_heads * width,
     )
+
+
+def _num_bytes(array: Any) -> int:
+    return array.size * array.dtype.itemsize
