@@ -100,9 +100,7 @@ def of_observe(params: DSparkParams, shape: Shape) -> Cost:
 def _products(matrices: Any, rows: int) -> Cost:
     leaves = [leaf for leaf in jax.tree.leaves(matrices) if leaf is not None]
     size = sum(leaf.size for leaf in leaves if leaf.ndim == 2)
-    return Cost(
-        weights=float(sum(map(_num_bytes, leaves))), flops=2.0 * rows * size
-    )
+    return Cost(weights=float(sum(map(_num_bytes, leaves))), flops=2.0 * rows * size)
 
 
 def _attention(
