@@ -69,7 +69,8 @@ def _best(keys: Int[Array, "T V"], num: int) -> Int[Array, "T N"]:
     )
     maxima = jnp.max(padded.reshape(-1, num_blocks, block), axis=-1)
     kept = jnp.sort(_best(maxima, num), axis=1)  # [T, N], in the order of the row
-    inside = kept[..., None] * block + jnp.arange(block, dtype=jnp.int32)
+    offset = jnp.arange(block, dtype=jnp.int32)[None, None]
+    inside = kept[..., None] * block + offset
     inside = inside.reshape(-1, num * block)  # [T, N * block]
     chosen = jnp.take_along_axis(keys, jnp.minimum(inside, size - 1), axis=1)
     chosen = jnp.where(inside < size, chosen, least)

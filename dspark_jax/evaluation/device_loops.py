@@ -19,7 +19,7 @@ from dspark_jax.types import PyTree
 # (state, inputs) -> (state, results)
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
-_LEAST_SECONDS = 0.05  # of one call, so that its launch does not count
+_LEAST_SECONDS = 0.2  # of one call, so that its launch does not count
 _MOST_STEPS = 256
 
 # In the text of a compiled program: "  %name = TYPE operation(...".
@@ -102,7 +102,7 @@ def measure(
     Args:
       loops: all over `state`, which they hand on to one another.
       repeats: times of each loop.
-      steps: of one call; None: as many as take a twentieth of a second, at most 256.
+      steps: of one call; None: as many as take a fifth of a second, at most 256.
       deadline: of `time.perf_counter`; after it no further repeat begins.
     """
     results = {name: loop.results for name, loop in loops.items()}

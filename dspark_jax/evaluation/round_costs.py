@@ -90,11 +90,14 @@ def of_verdict(config: DecoderConfig, shape: Shape, width: int) -> Cost:
     return Cost(logits=4.0 * shape.batch * width * config.vocab_size)
 
 
-def of_observe(params: DSparkParams, shape: Shape) -> Cost:
+def of_observe(config: DrafterConfig, params: DSparkParams, shape: Shape) -> Cost:
     """Context features and their keys and values, for a whole window."""
-    matrices: list[Any] = [params.backbone.fc]
-    matrices += [(block.k, block.v) for block in params.backbone.layers]
-    return _products(matrices, shape.batch * (shape.draft_length + 1))
+    rows = shape.batch * (shape.draft_length + 1)
+    block = config.block
+    size = 2 * block.num_kv_heads * block.head_width * block.width * config.num_layers
+    itemsize = params.backbone.fc.dtype.itemsize
+    projections = Cost(weights=float(size * itemsize), flops=2.0 * rows * size)
+    return _products(params.backbone.fc, rows) + projections
 
 
 def _products(matrices: Any, rows: int) -> Cost:
