@@ -133,6 +133,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rounds of a loop (default: as many as take a fifth of a second)",
     )
     add(
+        "--kernels",
+        action="store_true",
+        help="also what each kernel takes by itself (NVIDIA GPUs, by CUPTI)",
+    )
+    add(
         "--time-limit",
         type=float,
         metavar="S",

@@ -181,6 +181,10 @@ class _Bench:
             steps=given.steps,
             deadline=deadline,
         )
+        listed: dict[tuple[str, str], Any] = {}
+        if given.kernels:
+            for at, loop in loops.items():
+                listed[at], state = device_loops.kernels(loop, state)
         del state
         found: dict[str, dict[str, dict[str, Any]]] = {}
         for label, (variant, name) in labels.items():
@@ -199,6 +203,9 @@ class _Bench:
                 "num_kernels": loop.num_kernels,
                 "compile_seconds": loop.compile_seconds,
             }
+            if (variant, name) in listed:
+                found[variant][name]["kernels"] = listed[variant, name]
+                self._say(f"{label}: {_summary(listed[variant, name])}")
         return found
 
     def _times(self, measured: dict[str, Any]) -> str:
@@ -280,6 +287,16 @@ def print_table(result: dict[str, Any]) -> None:
         f"floor: {ceiling['copy_tb_per_s']} TB/s of copies, "
         f"{ceiling['matmul_tflops']} TFLOP/s of products, measured in this run"
     )
+
+
+def _summary(kernels: Sequence[dict[str, Any]]) -> str:
+    """The longest kernels of a step, in one line."""
+    total = sum(row["us"] for row in kernels)
+    count = sum(row["count"] for row in kernels)
+    longest = [
+        f"{row['name'][:36]} {row['count']:g}x {row['us']:.0f}" for row in kernels[:14]
+    ]
+    return f"{count:g} kernels {total:.0f} us: {', '.join(longest)}"
 
 
 def _speeds(

@@ -130,6 +130,35 @@ def measure(
     return {name: _timing(found, counts[name]) for name, found in times.items()}, state
 
 
+def kernels(
+    loop: Loop, state: PyTree, steps: int = 4
+) -> tuple[list[dict[str, Any]], PyTree]:
+    """What the kernels of a step take by themselves, by CUPTI; returns the state too.
+
+    Kernels whose names differ by a number only are one row; longest first. Empty where
+    no kernels are recorded (on a CPU).
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    # Those of the loop were donated when it was timed.
+    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loop.results)
+
+    def run() -> PyTree:
+        nonlocal state, results
+        state, results = loop.run(jnp.int32(steps), state, results, loop.inputs)
+        return results
+
+    _, timings = profiler.Cupti().measure(run, aggregate=False)()
+    rows: dict[str, list[float]] = {}
+    for name, milliseconds in timings or ():
+        rows.setdefault(re.sub(r"[._]?\d+", "", name), []).append(milliseconds)
+    found = [
+        {"name": name, "count": len(times) / steps, "us": 1e3 * sum(times) / steps}
+        for name, times in rows.items()
+    ]
+    return sorted(found, key=lambda row: -row["us"]), state
+
+
 def _timing(times: Sequence[float], count: int) -> Timing:
     return Timing(statistics.median(times), min(times), max(times), tuple(times), count)
 
