@@ -7,7 +7,7 @@ are the same number. Noise comes from `noise.py`.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.struct
 import jax
@@ -116,7 +116,7 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
 def make_row(
     logits: Float[Array, "... N"],
     sampling: Sampling,
-    largest: tuple[jax.Array, jax.Array] | None = None,
+    best: tuple[jax.Array, jax.Array] | None = None,
 ) -> Row:
     """The sampling distribution of each row of logits.
 
@@ -124,10 +124,10 @@ def make_row(
       logits: float32 [..., N], finite or -inf. What a row with NaN or +inf gives is not
         specified: `has_distribution` finds such rows.
       sampling: fields [...], or None.
-      largest: index and value of each row's largest logit, where they are known.
+      best: index and value of each row's largest logit, where they are known.
     """
     shape = logits.shape[:-1]
-    largest, top = _largest(logits) if largest is None else largest
+    largest, top = _largest(logits) if best is None else best
     if sampling.temperature is None:
         return Row(
             top=jnp.zeros(shape, jnp.float32),
@@ -239,7 +239,7 @@ def perturb(
     return logits + jnp.maximum(temperature, 0.0)[..., None] * gumbel
 
 
-class Choice(NamedTuple):
+class Choice(flax.struct.PyTreeNode):
     """A token that was drawn, and what is known of the row it was drawn from."""
 
     index: jax.Array  # int32 [...], of its logit
@@ -313,7 +313,7 @@ class DraftSampler(flax.struct.PyTreeNode):
                 perturbed = jnp.where(is_kept, perturbed, -jnp.inf)
             index = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
         token = jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
-        return Choice(index, token, largest, top, row)
+        return Choice(index=index, token=token, largest=largest, top=top, row=row)
 
     def describe(
         self, logits: Float[Array, "B ... N"], choice: Choice

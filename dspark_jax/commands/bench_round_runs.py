@@ -112,7 +112,7 @@ class _Bench:
     def _cell(self, cell: Cell) -> Any:
         def run(deadline: float | None) -> None:
             variants = [v for v in self._variants if v.candidates is None]
-            variants = variants or self._variants[:1]
+            variants = variants or list(self._variants[:1])
             settings = [
                 self._setting(
                     cell.batch,
@@ -187,10 +187,10 @@ class _Bench:
                 listed[at], state = device_loops.kernels(loop, state)
         del state
         found: dict[str, dict[str, dict[str, Any]]] = {}
-        for label, (variant, name) in labels.items():
-            loop, cost = loops[variant, name], parts[variant, name].cost
+        for label, at in labels.items():
+            (variant_name, name), loop, cost = at, loops[at], parts[at].cost
             floor = cost.floor_ms(self.result["ceiling"])
-            found.setdefault(variant, {})[name] = timings[label].as_json() | {
+            found.setdefault(variant_name, {})[name] = timings[label].as_json() | {
                 "bytes": cost.bytes,
                 "bytes_of": {
                     "weights": cost.weights,
@@ -203,9 +203,9 @@ class _Bench:
                 "num_kernels": loop.num_kernels,
                 "compile_seconds": loop.compile_seconds,
             }
-            if (variant, name) in listed:
-                found[variant][name]["kernels"] = listed[variant, name]
-                self._say(f"{label}: {_summary(listed[variant, name])}")
+            if at in listed:
+                found[variant_name][name]["kernels"] = listed[at]
+                self._say(f"{label}: {_summary(listed[at])}")
         return found
 
     def _times(self, measured: dict[str, Any]) -> str:
@@ -342,7 +342,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Models, dict[str, Any]]:
     with failure.of_input():
         target_config, drafter_config = bench_models.random_configs(arguments)
         target = decoder.make_target(target_config)
-        drafter = dspark.make_drafter(drafter_config, target)
+        random_drafter = dspark.make_drafter(drafter_config, target)
     key, drafter_key = jax.random.split(jax.random.key(arguments.seed))
     about = {
         "target": f"random weights, shapes of {arguments.shapes}",
@@ -358,7 +358,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Models, dict[str, Any]]:
         Models(
             target,
             decoder.init(key, target_config),
-            drafter,
+            random_drafter,
             dspark.init(drafter_key, drafter_config),
         ),
         about,

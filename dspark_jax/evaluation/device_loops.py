@@ -86,7 +86,9 @@ def compile_loop(
     compiled = lowered.compile(compiler_options=dict(options or {}) or None)
     seconds = time.perf_counter() - begin
     results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return Loop(compiled, results, inputs, seconds, _num_kernels(compiled.as_text()))
+    return Loop(
+        compiled, results, inputs, seconds, _num_kernels(compiled.as_text() or "")
+    )
 
 
 def measure(

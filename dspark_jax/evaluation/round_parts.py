@@ -244,7 +244,7 @@ class _Builder:
                 ids,
             )
             # What the round goes on to use: greedy verification reads tokens only.
-            used = (draft.tokens, draft.confidence_logits)
+            used: tuple[Any, ...] = (draft.tokens, draft.confidence_logits)
             if settings.temperature is not None:
                 used = (*used, draft.probability, draft.logits, draft.row)
             return self._advanced(state), used
