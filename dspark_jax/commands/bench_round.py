@@ -8,7 +8,14 @@ from dspark_jax.commands import failure, options
 
 SHAPES = ("qwen3-4b", "tiny")
 PARTS = ("round", "plain", "draft", "markov", "target", "verdict", "observe")
-BASE = "base"
+BASE, MERGED, GRAPH = "base", "merged", "graph"
+# Captures a whole loop in one CUDA graph, not only what runs between two looks of the
+# host at its predicate.
+GRAPH_OPTIONS = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 DEFAULT_CONTEXT = {"qwen3-4b": 2048, "tiny": 64, None: 512}
 DEFAULT_CELLS = ["1x7", "128x7", "1x15/64", "128x7/64"]
 
@@ -26,11 +33,12 @@ examples:
   dspark bench round --batches 1 8 --output round.json --plot round.png
   dspark bench round --shapes qwen3-4b --dtype bfloat16 --batches 1 64
   dspark bench round --batches 1 --parts round plain --accepted-length 3
-  dspark bench round --variants base candidates=64 xla_gpu_enable_triton_gemm=false
+  dspark bench round --variants base merged merged,xla_gpu_enable_triton_gemm=false
   dspark bench round --batches --markov-cells 1x7 128x7 1x15/64 --temperature 1
 
 A variant is a list of settings, separated by commas, that all batch sizes run in turn
-with the others: base (nothing), candidates=N, or a compiler option xla_NAME=VALUE.
+with the others: base (nothing), merged (q, k, v and gate, up as one matrix each), graph
+(the loop as one CUDA graph), candidates=N, or a compiler option xla_NAME=VALUE.
 --shapes takes random weights of a model's shapes. They accept nothing: times are those
 of a round, whatever is accepted. A Markov cell is BATCHxK, or BATCHxK/CANDIDATES.
 """
@@ -41,6 +49,7 @@ class Variant(NamedTuple):
 
     name: str
     candidates: int | None
+    is_merged: bool
     compiler: dict[str, Any]
 
 
@@ -121,7 +130,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="rounds of a loop (default: as many as take a twentieth of a second)",
+        help="rounds of a loop (default: as many as take a fifth of a second)",
+    )
+    add(
+        "--kernels",
+        action="store_true",
+        help="also what each kernel takes by itself (NVIDIA GPUs, by CUPTI)",
     )
     add(
         "--time-limit",
@@ -185,18 +199,23 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _variant(text: str, candidates: int | None) -> Variant:
     compiler: dict[str, Any] = {}
+    is_merged = False
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name == "candidates" and value.isdecimal() and int(value) > 0:
             candidates = int(value)
         elif name.startswith("xla_") and value:
             compiler[name] = {"true": True, "false": False}.get(value, value)
+        elif part == GRAPH:
+            compiler |= GRAPH_OPTIONS
+        elif part == MERGED:
+            is_merged = True
         elif part != BASE:
             raise failure.Failure(
-                "--variants must be made of base, candidates=N and xla_NAME=VALUE, "
-                f"got {part!r}"
+                "--variants must be made of base, merged, graph, candidates=N and "
+                f"xla_NAME=VALUE, got {part!r}"
             )
-    return Variant(text, candidates, compiler)
+    return Variant(text, candidates, is_merged, compiler)
 
 
 def _cell(text: str) -> Cell:

@@ -36,6 +36,8 @@ class _Bench:
         about: dict[str, Any],
     ):
         self._arguments, self._models, self._variants = arguments, loaded, variants
+        is_needed = any(variant.is_merged for variant in variants)
+        self._merged = loaded.merged() if is_needed else loaded
         self._begin = time.perf_counter()
         self._key = jax.random.key(arguments.seed)
         self.result: dict[str, Any] = {
@@ -110,7 +112,7 @@ class _Bench:
     def _cell(self, cell: Cell) -> Any:
         def run(deadline: float | None) -> None:
             variants = [v for v in self._variants if v.candidates is None]
-            variants = variants or self._variants[:1]
+            variants = variants or list(self._variants[:1])
             settings = [
                 self._setting(
                     cell.batch,
@@ -157,7 +159,8 @@ class _Bench:
         parts: dict[tuple[str, str], Part] = {}
         compilers: dict[tuple[str, str], dict[str, Any]] = {}
         for variant, of_variant in zip(variants, settings, strict=True):
-            made = round_parts.make_parts(self._key, self._models, of_variant, names)
+            models = self._merged if variant.is_merged else self._models
+            made = round_parts.make_parts(self._key, models, of_variant, names)
             for name, part in made.items():
                 parts[variant.name, name] = part
                 compilers[variant.name, name] = variant.compiler
@@ -178,12 +181,16 @@ class _Bench:
             steps=given.steps,
             deadline=deadline,
         )
+        listed: dict[tuple[str, str], Any] = {}
+        if given.kernels:
+            for at, loop in loops.items():
+                listed[at], state = device_loops.kernels(loop, state)
         del state
         found: dict[str, dict[str, dict[str, Any]]] = {}
-        for label, (variant, name) in labels.items():
-            loop, cost = loops[variant, name], parts[variant, name].cost
+        for label, at in labels.items():
+            (variant_name, name), loop, cost = at, loops[at], parts[at].cost
             floor = cost.floor_ms(self.result["ceiling"])
-            found.setdefault(variant, {})[name] = timings[label].as_json() | {
+            found.setdefault(variant_name, {})[name] = timings[label].as_json() | {
                 "bytes": cost.bytes,
                 "bytes_of": {
                     "weights": cost.weights,
@@ -196,6 +203,9 @@ class _Bench:
                 "num_kernels": loop.num_kernels,
                 "compile_seconds": loop.compile_seconds,
             }
+            if at in listed:
+                found[variant_name][name]["kernels"] = listed[at]
+                self._say(f"{label}: {_summary(listed[at])}")
         return found
 
     def _times(self, measured: dict[str, Any]) -> str:
@@ -279,6 +289,16 @@ def print_table(result: dict[str, Any]) -> None:
     )
 
 
+def _summary(kernels: Sequence[dict[str, Any]]) -> str:
+    """The longest kernels of a step, in one line."""
+    total = sum(row["us"] for row in kernels)
+    count = sum(row["count"] for row in kernels)
+    longest = [
+        f"{row['name'][:36]} {row['count']:g}x {row['us']:.0f}" for row in kernels[:14]
+    ]
+    return f"{count:g} kernels {total:.0f} us: {', '.join(longest)}"
+
+
 def _speeds(
     parts: dict[str, Any], batch: int, accepted_length: float | None
 ) -> dict[str, Any]:
@@ -322,7 +342,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Models, dict[str, Any]]:
     with failure.of_input():
         target_config, drafter_config = bench_models.random_configs(arguments)
         target = decoder.make_target(target_config)
-        drafter = dspark.make_drafter(drafter_config, target)
+        random_drafter = dspark.make_drafter(drafter_config, target)
     key, drafter_key = jax.random.split(jax.random.key(arguments.seed))
     about = {
         "target": f"random weights, shapes of {arguments.shapes}",
@@ -338,7 +358,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Models, dict[str, Any]]:
         Models(
             target,
             decoder.init(key, target_config),
-            drafter,
+            random_drafter,
             dspark.init(drafter_key, drafter_config),
         ),
         about,

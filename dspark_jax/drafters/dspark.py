@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import checks, kv_cache, layers
+from dspark_jax import candidates, checks, kv_cache, layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, markov
 from dspark_jax.sampling import DraftSampler
@@ -166,7 +166,7 @@ def draw(
     rows = None  # [B, K, N], rows of W2 when drafting among candidates
     if sampler.candidates is not None:
         num = min(sampler.candidates, base_logits.shape[-1])
-        base_logits, rows = jax.lax.top_k(base_logits, num)
+        base_logits, rows = candidates.best(base_logits, num)
         ids = rows if ids is None else ids[rows]
     return _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
 
@@ -258,31 +258,42 @@ def _draw_block(
         w2 = params.markov.w2
         if params.draft_vocabulary is not None:
             w2 = params.draft_vocabulary.w2
-    previous = anchor
+    token = anchor
     state = markov.initial_state(config, (batch,))
     slots: list[tuple] = []
     for slot in range(length):
-        slot_hidden, logits, embedding = hidden[:, slot], base_logits[:, slot], None
+        logits = base_logits[:, slot]
         if params.markov is not None:
-            embedding = markov.embedding(params.markov, config, previous)
             feature, state = markov.feature(
-                params.markov, config, slot_hidden, embedding, state
+                params.markov,
+                config,
+                hidden[:, slot],
+                markov.embedding(params.markov, config, token),
+                state,
             )
             if rows is None:
                 logits = logits + markov.transition_bias(w2, feature)
             else:
                 logits = logits + markov.candidate_bias(w2, feature, rows[:, slot])
-        confidence_logit = None
-        if params.confidence is not None:
-            confidence_logit = confidence.logits(
-                params.confidence, config, slot_hidden, embedding
-            )
         slot_ids = ids[:, slot] if ids is not None and ids.ndim == 3 else ids
-        previous, probability, row = sampler.draw(slot, logits, slot_ids)
-        slots.append((previous, probability, logits, row, confidence_logit))
-    # [B] or [B, N] a slot -> [B, K] or [B, K, N]; a field that is None stays None.
+        choice = sampler.choose(slot, logits, slot_ids)
+        token = choice.token
+        slots.append((choice, logits))
+    # [B] or [B, N] a slot -> [B, K] or [B, K, N]; a Row that is None stays None.
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)
-    tokens, probability, logits, row, confidence_logits = stacked
+    choices, logits = stacked
+    tokens = choices.token
+    # What no later draw needs is left to here, where it is done for all slots at once.
+    probability, row = sampler.describe(logits, choices)
+    confidence_logits = None
+    if params.confidence is not None:
+        embedding = None
+        if params.markov is not None:
+            previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+            embedding = markov.embedding(params.markov, config, previous)
+        confidence_logits = confidence.logits(
+            params.confidence, config, hidden, embedding
+        )
     return Draft(
         tokens=tokens,
         probability=probability,

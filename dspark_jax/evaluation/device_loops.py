@@ -19,7 +19,7 @@ from dspark_jax.types import PyTree
 # (state, inputs) -> (state, results)
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
-_LEAST_SECONDS = 0.05  # of one call, so that its launch does not count
+_LEAST_SECONDS = 0.2  # of one call, so that its launch does not count
 _MOST_STEPS = 256
 
 # In the text of a compiled program: "  %name = TYPE operation(...".
@@ -86,7 +86,9 @@ def compile_loop(
     compiled = lowered.compile(compiler_options=dict(options or {}) or None)
     seconds = time.perf_counter() - begin
     results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return Loop(compiled, results, inputs, seconds, _num_kernels(compiled.as_text()))
+    return Loop(
+        compiled, results, inputs, seconds, _num_kernels(compiled.as_text() or "")
+    )
 
 
 def measure(
@@ -102,7 +104,7 @@ def measure(
     Args:
       loops: all over `state`, which they hand on to one another.
       repeats: times of each loop.
-      steps: of one call; None: as many as take a twentieth of a second, at most 256.
+      steps: of one call; None: as many as take a fifth of a second, at most 256.
       deadline: of `time.perf_counter`; after it no further repeat begins.
     """
     results = {name: loop.results for name, loop in loops.items()}
@@ -128,6 +130,35 @@ def measure(
         for name in loops:
             times[name].append(1e3 * seconds(name, counts[name]) / counts[name])
     return {name: _timing(found, counts[name]) for name, found in times.items()}, state
+
+
+def kernels(
+    loop: Loop, state: PyTree, steps: int = 4
+) -> tuple[list[dict[str, Any]], PyTree]:
+    """What the kernels of a step take by themselves, by CUPTI; returns the state too.
+
+    Kernels whose names differ by a number only are one row; longest first. Empty where
+    no kernels are recorded (on a CPU).
+    """
+    from jax.experimental.mosaic.gpu import profiler
+
+    # Those of the loop were donated when it was timed.
+    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loop.results)
+
+    def run() -> PyTree:
+        nonlocal state, results
+        state, results = loop.run(jnp.int32(steps), state, results, loop.inputs)
+        return results
+
+    _, timings = profiler.Cupti().measure(run, aggregate=False)()
+    rows: dict[str, list[float]] = {}
+    for name, milliseconds in timings or ():
+        rows.setdefault(re.sub(r"[._]?\d+", "", name), []).append(milliseconds)
+    found = [
+        {"name": name, "count": len(times) / steps, "us": 1e3 * sum(times) / steps}
+        for name, times in rows.items()
+    ]
+    return sorted(found, key=lambda row: -row["us"]), state
 
 
 def _timing(times: Sequence[float], count: int) -> Timing:

@@ -79,7 +79,7 @@ def of_markov(params: DSparkParams, shape: Shape, w2: Any) -> Cost:
         return logits
     rank = w2.shape[1]
     if shape.candidates is None:
-        read = float(shape.draft_length * w2.nbytes)
+        read = float(shape.draft_length * _num_bytes(w2))
         return logits + Cost(weights=read, flops=2.0 * rows * w2.size)
     num = rows * shape.candidates * rank
     return logits + Cost(weights=float(num * w2.dtype.itemsize), flops=2.0 * num)
@@ -90,19 +90,20 @@ def of_verdict(config: DecoderConfig, shape: Shape, width: int) -> Cost:
     return Cost(logits=4.0 * shape.batch * width * config.vocab_size)
 
 
-def of_observe(params: DSparkParams, shape: Shape) -> Cost:
+def of_observe(config: DrafterConfig, params: DSparkParams, shape: Shape) -> Cost:
     """Context features and their keys and values, for a whole window."""
-    matrices: list[Any] = [params.backbone.fc]
-    matrices += [(block.k, block.v) for block in params.backbone.layers]
-    return _products(matrices, shape.batch * (shape.draft_length + 1))
+    rows = shape.batch * (shape.draft_length + 1)
+    block = config.block
+    size = 2 * block.num_kv_heads * block.head_width * block.width * config.num_layers
+    itemsize = params.backbone.fc.dtype.itemsize
+    projections = Cost(weights=float(size * itemsize), flops=2.0 * rows * size)
+    return _products(params.backbone.fc, rows) + projections
 
 
 def _products(matrices: Any, rows: int) -> Cost:
     leaves = [leaf for leaf in jax.tree.leaves(matrices) if leaf is not None]
     size = sum(leaf.size for leaf in leaves if leaf.ndim == 2)
-    return Cost(
-        weights=float(sum(leaf.nbytes for leaf in leaves)), flops=2.0 * rows * size
-    )
+    return Cost(weights=float(sum(map(_num_bytes, leaves))), flops=2.0 * rows * size)
 
 
 def _attention(
@@ -114,3 +115,7 @@ def _attention(
         cache=2.0 * pairs * block.num_kv_heads * itemsize,
         flops=4.0 * pairs * block.num_heads * width,
     )
+
+
+def _num_bytes(array: Any) -> int:
+    return array.size * array.dtype.itemsize

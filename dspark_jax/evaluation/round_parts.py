@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import sampling
+from dspark_jax import layers, sampling
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import commit, prefill, round, verify
 from dspark_jax.drafters import dspark
@@ -41,6 +41,14 @@ class Models:
     target_params: PyTree
     drafter: Drafter
     drafter_params: dspark.DSparkParams
+
+    def merged(self) -> "Models":
+        """The same models with merged projections (`layers.merged`)."""
+        return dataclasses.replace(
+            self,
+            target_params=layers.merged(self.target_params),
+            drafter_params=layers.merged(self.drafter_params),
+        )
 
 
 class Part(NamedTuple):
@@ -184,7 +192,7 @@ class _Builder:
         def step(state, inputs):
             target_params, drafter_params = inputs
             anchor, position = _anchor(state)
-            hidden, base_logits, _ = dspark.block_logits(
+            hidden, base_logits, _, _ = dspark.block_logits(
                 self._config,
                 models.target,
                 drafter_params,
@@ -236,7 +244,7 @@ class _Builder:
                 ids,
             )
             # What the round goes on to use: greedy verification reads tokens only.
-            used = (draft.tokens, draft.confidence_logits)
+            used: tuple[Any, ...] = (draft.tokens, draft.confidence_logits)
             if settings.temperature is not None:
                 used = (*used, draft.probability, draft.logits, draft.row)
             return self._advanced(state), used
@@ -340,7 +348,7 @@ class _Builder:
             )
         if name == "verdict":
             return round_costs.of_verdict(target_config, shape, width)
-        return round_costs.of_observe(params, shape)
+        return round_costs.of_observe(self._config, params, shape)
 
     def _random_draft(self) -> Draft:
         """What a sampled draft holds; greedy verification reads its tokens only."""
