@@ -5,6 +5,7 @@ the peak above what was allocated before.
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 import traceback
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import bench_check, bench_peers, bench_timing, cases
-from pallas_kernels.anchor_attention import anchor_attention, tuning
+from pallas_kernels.anchor_attention import anchor_attention, mosaic_gpu, tuning
 
 DIFFERENTIATED = ("query", "keys", "values", "own_keys", "own_values")
 
@@ -27,22 +28,11 @@ def results(
     chosen: Sequence[cases.AnchorCase],
     deadline: float,
 ) -> Iterator[dict[str, Any]]:
-    """One record for every case, implementation and number of anchors at a time."""
-    swept = {"anchors": [tuning.ChunksConfig().anchors], "skips_context": [1]}
-    for field in arguments.config:
-        key, _, values = field.partition("=")
-        if key not in swept:
-            raise SystemExit(
-                f"--config: anchor_attention has {', '.join(swept)}, got {key}"
-            )
-        swept[key] = [int(value) for value in values.split(",")]
-    configs = [
-        tuning.ChunksConfig(anchors, bool(skips))
-        for anchors, skips in itertools.product(*swept.values())
-    ]
+    """One record for every case, implementation and setting."""
+    swept = _swept(arguments.config, names)
     for case in chosen:
-        jobs: list[tuple[str, tuning.ChunksConfig | None]] = [
-            (name, config) for name in names for config in configs
+        jobs: list[tuple[str, Any]] = [
+            (name, config) for name in names for config in _configs(name, case, swept)
         ]
         for name, config in [*jobs, *((peer, None) for peer in peers)]:
             if time.monotonic() > deadline:
@@ -63,20 +53,129 @@ def results(
             yield row
 
 
-def _time(
-    case: cases.AnchorCase,
+def checks(
+    names: Sequence[str], chosen: Sequence[cases.AnchorCase], deadline: float
+) -> Iterator[dict[str, Any]]:
+    """One record for every case and implementation: errors of output and gradients."""
+    for case in chosen:
+        arrays, masks = _inputs(case)
+        weights = cases.drawn_on_device(7, arrays["query"].shape, arrays["query"].dtype)
+        wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
+        wanted = _gradients(wide, masks, weights, "xla", None)
+        for name in names:
+            for config in _checked(name, case):
+                if time.monotonic() > deadline:
+                    return
+                row: dict[str, Any] = {"case": case.name, "implementation": name}
+                row["config"] = None if config is None else dataclasses.asdict(config)
+                try:
+                    found = _gradients(arrays, masks, weights, name, config)
+                except NotImplementedError as refusal:
+                    yield row | {"refused": str(refusal)}
+                    continue
+                except bench_check.FAILURES:
+                    yield row | {"error": traceback.format_exc()[-3000:]}
+                    continue
+                errors = {
+                    key: bench_check.relative_error(found[key], wanted[key])
+                    for key in wanted
+                }
+                is_wrong = not all(error <= 1e-2 for error in errors.values())
+                yield row | {"relative_errors": errors, "is_wrong": is_wrong}
+
+
+def _gradients(
+    arrays: dict[str, jax.Array],
+    masks: dict[str, jax.Array],
+    weights: jax.Array,
     name: str,
-    config: tuning.ChunksConfig,
-    repetitions: int,
-) -> dict[str, Any]:
+    config: Any,
+) -> dict[str, jax.Array]:
+    """The output, and gradients of its product with the weights."""
+
+    @jax.jit
+    def run(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        call = functools.partial(
+            anchor_attention, **masks, implementation=name, config=config
+        )
+        out, pull = jax.vjp(lambda arrays: call(**arrays), arrays)
+        return pull(weights.astype(out.dtype))[0] | {"out": out}
+
+    return run(arrays)
+
+
+def _checked(name: str, case: cases.AnchorCase) -> list[Any]:
+    if name != "mosaic_gpu":
+        return [None]
+    make = functools.partial(_default, case)
+    return [
+        make(),
+        make(shares_rows=True, takes_turns=False, row_stages=2),
+        make(key_tile=64, stages=3, warpgroups=1),
+    ]
+
+
+def _default(case: cases.AnchorCase, **changes: Any) -> tuning.MosaicGpuConfig:
+    own = (case.batch, case.anchors, case.slots)
+    query = jax.ShapeDtypeStruct((*own, case.heads, case.width), case.dtype)
+    keys = (case.batch, case.kv_heads, case.length, case.width)
+    shape = mosaic_gpu.shape_of(query, jax.ShapeDtypeStruct(keys, case.dtype))
+    return dataclasses.replace(mosaic_gpu.default_config(shape), **changes)
+
+
+def _inputs(
+    case: cases.AnchorCase,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """What is differentiated, and what isn't."""
     inputs = cases.anchor_inputs(case, draw=cases.drawn_on_device)
-    arrays = {key: inputs[key] for key in DIFFERENTIATED}
-    num_context = inputs["num_context"]
+    arrays = {key: inputs.pop(key) for key in DIFFERENTIATED}
+    return arrays, inputs
+
+
+def _kind(name: str) -> Any:
+    return tuning.MosaicGpuConfig if name == "mosaic_gpu" else tuning.ChunksConfig
+
+
+def _swept(fields: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
+    known = dict.fromkeys(
+        field.name for name in names for field in dataclasses.fields(_kind(name))
+    )
+    swept = {}
+    for field in fields:
+        key, _, values = field.partition("=")
+        if key not in known:
+            raise SystemExit(
+                f"--config: anchor_attention has {', '.join(known)}, got {key}"
+            )
+        swept[key] = [int(value) for value in values.split(",")]
+    return swept
+
+
+def _configs(
+    name: str, case: cases.AnchorCase, swept: dict[str, list[int]]
+) -> list[Any]:
+    """All combinations of the settings that this implementation has."""
+    start: Any = _default(case) if name == "mosaic_gpu" else tuning.ChunksConfig()
+    kinds = {
+        field.name: type(getattr(start, field.name))
+        for field in dataclasses.fields(start)
+    }
+    mine = {key: values for key, values in swept.items() if key in kinds}
+    return [
+        dataclasses.replace(
+            start, **{key: kinds[key](x) for key, x in zip(mine, chosen, strict=True)}
+        )
+        for chosen in itertools.product(*mine.values())
+    ]
+
+
+def _time(
+    case: cases.AnchorCase, name: str, config: Any, repetitions: int
+) -> dict[str, Any]:
+    arrays, masks = _inputs(case)
 
     def forward(arrays: dict[str, jax.Array]) -> jax.Array:
-        return anchor_attention(
-            **arrays, num_context=num_context, implementation=name, config=config
-        )
+        return anchor_attention(**arrays, **masks, implementation=name, config=config)
 
     def step(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         # The gradients are the next arguments, scaled to stay of one size.
