@@ -18,7 +18,7 @@ from pallas_kernels.anchor_attention import (
     mosaic_gpu_plan,
     mosaic_gpu_rows,
 )
-from pallas_kernels.anchor_attention.mosaic_gpu_plan import ROWS, Plan, Shape
+from pallas_kernels.anchor_attention.mosaic_gpu_plan import ROWS, Shape
 from pallas_kernels.anchor_attention.tuning import MosaicGpuConfig
 
 SHARED_MEMORY = 232_448  # bytes a block may have on Hopper
@@ -136,22 +136,31 @@ def attend(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(query, keys, values, own_keys, own_values, plan: Plan, static: Static):
+def _attend(query, keys, values, own_keys, own_values, plan, static):
     arrays = (query, keys, values, own_keys, own_values)
     return _forward(*arrays, plan, static)[0]
 
 
-def _forward(query, keys, values, own_keys, own_values, plan: Plan, static: Static):
+def _forward(query, keys, values, own_keys, own_values, plan, static):
     arrays = (query, keys, values, own_keys, own_values)
     out, sums = mosaic_gpu_forward.attend(*arrays, plan, **static._asdict())
     return out, (arrays, out, sums, plan)
 
 
-def _backward(static: Static, residuals, slopes):
+def _backward(static, residuals, slopes):
     arrays, out, sums, plan = residuals
-    query, keys, values = arrays[:3]
+    query, keys, values, own_keys, own_values = arrays
     query_slopes, own_keys_slopes, own_values_slopes, delta = mosaic_gpu_rows.gradients(
-        *arrays, out, slopes, sums, plan, **static._asdict()
+        query,
+        keys,
+        values,
+        own_keys,
+        own_values,
+        out,
+        slopes,
+        sums,
+        plan,
+        **static._asdict(),
     )
     keys_slopes, values_slopes = mosaic_gpu_context.gradients(
         query, keys, values, slopes, sums, delta, plan, **static._asdict()

@@ -139,10 +139,10 @@ def _worker(
     values_slopes,
     scratch,
     *,
-    shape: Shape,
-    config: MosaicGpuConfig,
-    scale: float,
-    interpret: bool,
+    shape,
+    config,
+    scale,
+    interpret,
 ):
     groups, stages = _key_groups(config), config.context_stages
     number = jax.lax.axis_index("worker")

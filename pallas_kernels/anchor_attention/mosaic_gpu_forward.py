@@ -135,10 +135,10 @@ def _worker(
     sums,
     scratch,
     *,
-    shape: Shape,
-    config: MosaicGpuConfig,
-    scale: float,
-    interpret: bool,
+    shape,
+    config,
+    scale,
+    interpret,
 ):
     warpgroups, key_tile = config.warpgroups, config.key_tile
     sequence, head, tile_0 = tiles_lib.unit(

@@ -18,7 +18,7 @@ class Term(NamedTuple):
 
     left: Any  # a reference, or an array
     right: Any  # a reference
-    shape: tuple[int, int]
+    shape: Any  # (rows, columns)
     total: jax.Array | None = None
 
 
@@ -60,15 +60,14 @@ def products(
     return list(pl.run_state(lambda refs: issue(*refs))(started))
 
 
-def zeros(shape: tuple[int, int]) -> jax.Array:
+def zeros(shape: tuple[int, ...]) -> jax.Array:
     """An accumulator's start."""
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
 
 def _interpreted(term: Term) -> jax.Array:
     if isinstance(term.left, jax.Array):
-        right = plgpu.load(term.right)
-        found = jnp.dot(term.left, right, preferred_element_type=jnp.float32)
+        found = jnp.dot(term.left, term.right[...], preferred_element_type=jnp.float32)
     else:
 
         def fresh(ref: Any) -> jax.Array:

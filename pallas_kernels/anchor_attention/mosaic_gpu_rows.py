@@ -150,10 +150,10 @@ def _worker(
     delta,
     scratch,
     *,
-    shape: Shape,
-    config: MosaicGpuConfig,
-    scale: float,
-    interpret: bool,
+    shape,
+    config,
+    scale,
+    interpret,
 ):
     warpgroups, key_tile, stages = (
         config.warpgroups,

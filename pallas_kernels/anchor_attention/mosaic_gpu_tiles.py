@@ -18,7 +18,7 @@ OVERHEAD = 2048 + REDUCTIONS  # barriers, and what aligns the buffers
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 LOG2E = math.log2(math.e)
 
-load = functools.partial(plgpu.load, optimized=False)
+load: Any = functools.partial(plgpu.load, optimized=False)
 
 
 def by_row() -> Any:
@@ -31,17 +31,17 @@ def by_column() -> Any:
     return plgpu.Layout.WGMMA.reduce(0)
 
 
-def over_rows(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One number a row, for every column."""
     return jax.lax.broadcast_in_dim(vector, shape, [0])
 
 
-def over_columns(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def over_columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """One number a column, for every row."""
     return jax.lax.broadcast_in_dim(vector, shape, [1])
 
 
-def positions(start: Any, shape: tuple[int, int], axis: int) -> jax.Array:
+def positions(start: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
     """start + index along an axis of a tile."""
     return start + plgpu.broadcasted_iota(
         jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA
