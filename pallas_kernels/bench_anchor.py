@@ -44,7 +44,7 @@ def results(
                 if config is None:
                     row |= PEERS[name](case, arguments.repetitions)
                 else:
-                    row |= _time(case, name, config, arguments.repetitions)
+                    row |= _time(case, name, config, arguments)
             except NotImplementedError as refusal:
                 row["refused"] = str(refusal)
             except bench_check.FAILURES:
@@ -183,7 +183,7 @@ def _configs(
 
 
 def _time(
-    case: cases.AnchorCase, name: str, config: Any, repetitions: int
+    case: cases.AnchorCase, name: str, config: Any, arguments: Any
 ) -> dict[str, Any]:
     arrays, masks = inputs_of(case)
 
@@ -206,14 +206,23 @@ def _time(
     both = jax.jit(step).lower(arrays).compile()
     only = jax.jit(again).lower(arrays).compile()
     timings = [
-        bench_timing.chained(run, arrays, calls=1, repetitions=repetitions)
+        bench_timing.chained(run, arrays, calls=1, repetitions=arguments.repetitions)
         for run in (both, only)
     ]
     memory = both.memory_analysis()
-    return timings[0].microseconds() | {
-        "forward_us": round(timings[1].median * 1e6, 2),
-        "temporary_mb": round(memory.temp_size_in_bytes / 1e6, 1) if memory else None,
-    }
+    more = {}
+    if arguments.kernels:
+        more["kernels_us"] = bench_timing.kernels(both, arrays)
+    return (
+        timings[0].microseconds()
+        | {
+            "forward_us": round(timings[1].median * 1e6, 2),
+            "temporary_mb": round(memory.temp_size_in_bytes / 1e6, 1)
+            if memory
+            else None,
+        }
+        | more
+    )
 
 
 def _torch_flex(case: cases.AnchorCase, repetitions: int) -> dict[str, Any]:
