@@ -66,7 +66,7 @@ def gradients(
     ring = (stages, ROWS, shape.width)
     own = (groups, ROWS, shape.width)[0 if config.shares_rows else 1 :]
     read = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
-    rows_copies = tiles_lib.copies(shape) + 1
+    rows_copies = tiles_lib.row_copies(shape) + 1
     filled = plgpu.Barrier(num_arrivals=rows_copies, num_barriers=stages)
     scratch = {
         "keys": tiles_lib.tiled(*own, dtype=dtype),
@@ -161,6 +161,11 @@ def _worker(
     @pl.when(role == WARPGROUPS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
+        if tiles_lib.has_spare_rows(shape):
+            for buffer in range(stages):
+                for name in ("query", "slopes"):
+                    tiles_lib.clear(scratch[name].at[buffer])
+            plgpu.commit_smem()
         for group in range(groups):
             where = pl.ds(start + group * ROWS, ROWS)
             for source, name in ((keys, "keys"), (values, "values")):

@@ -74,7 +74,7 @@ def attend(
         "values": tiles_lib.tiled(*ring, dtype=dtype),
         "sums": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "rows_filled": plgpu.Barrier(
-            num_arrivals=3 * tiles_lib.copies(shape),
+            num_arrivals=tiles_lib.row_copies(shape) + 2 * shape.blocks,
             num_barriers=warpgroups,
         ),
         "keys_filled": filled,
@@ -152,6 +152,10 @@ def _worker(
     @pl.when(role == warpgroups)
     def _():
         plgpu.set_max_registers(40, action="decrease")
+        for me in range(warpgroups):
+            # Scores of masked rows and keys may be anything.
+            tiles_lib.clear(scratch["own_values"].at[me])
+        plgpu.commit_smem()
         for me in range(warpgroups):
             mine = tiles_lib.blocks_of(blocks, tile_0 + me, shape)
             barrier = scratch["rows_filled"].at[me]

@@ -79,10 +79,10 @@ def gradients(
         "sums": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "delta": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "rows_filled": plgpu.Barrier(
-            num_arrivals=3 * tiles_lib.copies(shape) + 1, num_barriers=warpgroups
+            num_arrivals=3 * tiles_lib.row_copies(shape) + 1, num_barriers=warpgroups
         ),
         "own_filled": plgpu.Barrier(
-            num_arrivals=2 * tiles_lib.copies(shape), num_barriers=warpgroups
+            num_arrivals=2 * shape.blocks, num_barriers=warpgroups
         ),
         "own_read": plgpu.Barrier(num_barriers=warpgroups),
         "keys_filled": filled,
@@ -174,6 +174,14 @@ def _worker(
     @pl.when(role == warpgroups)
     def _():
         plgpu.set_max_registers(40, action="decrease")
+        for me in range(warpgroups):
+            for name in ("keys", "values"):
+                own = scratch[name].at[own_buffer(me)]
+                tiles_lib.clear(own.at[own_rows()])
+            if tiles_lib.has_spare_rows(shape):
+                for name in ("query", "slopes", "spare"):
+                    tiles_lib.clear(scratch[name].at[me])
+        plgpu.commit_smem()
         for me in range(warpgroups):
             tile = tile_0 + me
             rows = tiles_lib.blocks_of(blocks, tile, shape)

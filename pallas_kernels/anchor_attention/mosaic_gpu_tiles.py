@@ -65,40 +65,45 @@ def _slots(block: Any, shape: Shape) -> Any:
     return pl.ds(pl.multiple_of(start, shape.slot_rows), shape.slot_rows)
 
 
-def copies(shape: Shape) -> int:
-    """Copies that fill a tile of 64 rows."""
-    return ROWS // shape.slot_rows
+def clear(tile: Any) -> None:
+    """Zeros for what copies leave of a tile: masked, but it must be finite."""
+    tile[...] = plgpu.layout_cast(jnp.zeros(tile.shape, tile.dtype), plgpu.Layout.WGMMA)
+
+
+def has_spare_rows(shape: Shape) -> bool:
+    """Whether `read_rows` leaves rows of a tile."""
+    return shape.blocks * shape.group * shape.slot_rows < ROWS
 
 
 def read_rows(
     source: Any, head: Any, blocks: list[Any], into: Any, barrier: Any, shape: Shape
 ) -> None:
-    """Fills a tile with rows of [B * A, K, H, E]: `copies` arrivals.
+    """Copies a tile of rows of [B * A, K, H, E]: `row_copies` arrivals."""
+    for place, block in enumerate(blocks):
+        block = jnp.maximum(block, 0)
+        for beside in range(shape.group):
+            at = (place * shape.group + beside) * shape.slot_rows
+            plgpu.copy_gmem_to_smem(
+                source.at[block, _slots(block, shape), head * shape.group + beside],
+                into.at[pl.ds(at, shape.slot_rows)],
+                barrier,
+            )
 
-    What the blocks leave of the tile gets rows of the first one: as they are masked,
-    they may be anything that is finite.
-    """
-    for number in range(copies(shape)):
-        place, beside = divmod(number, shape.group)
-        if place >= shape.blocks:
-            place, beside = 0, 0
-        block = jnp.maximum(blocks[place], 0)
-        plgpu.copy_gmem_to_smem(
-            source.at[block, _slots(block, shape), head * shape.group + beside],
-            into.at[pl.ds(number * shape.slot_rows, shape.slot_rows)],
-            barrier,
-        )
+
+def row_copies(shape: Shape) -> int:
+    """Copies of `read_rows`."""
+    return shape.blocks * shape.group
 
 
 def read_own(
     source: Any, head: Any, blocks: list[Any], into: Any, barrier: Any, shape: Shape
 ) -> None:
-    """The same for own keys or values, [B * A, K, G, E]."""
-    for number in range(copies(shape)):
-        block = jnp.maximum(blocks[number % shape.blocks], 0)
+    """Copies own keys or values, [B * A, K, G, E]: an arrival a block."""
+    for place, block in enumerate(blocks):
+        block = jnp.maximum(block, 0)
         plgpu.copy_gmem_to_smem(
             source.at[block, _slots(block, shape), head],
-            into.at[pl.ds(number * shape.slot_rows, shape.slot_rows)],
+            into.at[pl.ds(place * shape.slot_rows, shape.slot_rows)],
             barrier,
         )
 
