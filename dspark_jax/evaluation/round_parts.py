@@ -192,7 +192,7 @@ class _Builder:
         def step(state, inputs):
             target_params, drafter_params = inputs
             anchor, position = _anchor(state)
-            hidden, base_logits, _, _ = dspark.block_logits(
+            hidden, base_logits, _, drafter_state = dspark.block_logits(
                 self._config,
                 models.target,
                 drafter_params,
@@ -202,6 +202,7 @@ class _Builder:
                 position,
                 self._length,
             )
+            state = state.replace(drafter_state=drafter_state)
             return self._advanced(state), (hidden, base_logits)
 
         inputs = (models.target_params, models.drafter_params)
