@@ -142,15 +142,8 @@ def kernels(
     """
     from jax.experimental.mosaic.gpu import profiler
 
-    # Those of the loop were donated when it was timed.
-    results = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), loop.results)
-
-    def run() -> PyTree:
-        nonlocal state, results
-        state, results = loop.run(jnp.int32(steps), state, results, loop.inputs)
-        return results
-
-    _, timings = profiler.Cupti().measure(run, aggregate=False)()
+    running = _Running(loop, state, steps)
+    _, timings = profiler.Cupti().measure(running, aggregate=False)()
     rows: dict[str, list[float]] = {}
     for name, milliseconds in timings or ():
         rows.setdefault(re.sub(r"[._]?\d+", "", name), []).append(milliseconds)
@@ -158,7 +151,33 @@ def kernels(
         {"name": name, "count": len(times) / steps, "us": 1e3 * sum(times) / steps}
         for name, times in rows.items()
     ]
-    return sorted(found, key=lambda row: -row["us"]), state
+    return sorted(found, key=lambda row: -row["us"]), running.state
+
+
+class _Running:
+    """A loop that goes on where its last call ended: its arguments are donated.
+
+    The profiler would trace a plain function; what can be traced itself it calls.
+    """
+
+    def __init__(self, loop: Loop, state: PyTree, steps: int):
+        self._loop, self._steps, self.state = loop, steps, state
+        # Those of the loop were donated when it was timed.
+        self._results = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), loop.results
+        )
+
+    def __call__(self) -> PyTree:
+        self.state, self._results = self._loop.run(
+            jnp.int32(self._steps), self.state, self._results, self._loop.inputs
+        )
+        return self._results
+
+    def trace(self) -> Any:
+        """Of `jax.stages.Wrapped`, which the profiler asks for."""
+        raise NotImplementedError("a compiled loop is not traced again")
+
+    lower = trace
 
 
 def _timing(times: Sequence[float], count: int) -> Timing:

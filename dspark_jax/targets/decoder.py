@@ -89,9 +89,7 @@ def _forward(
         def attend(query, key, value, index=index, cache=cache):
             return cache.attend(index, query, key, value, positions)
 
-        x, cache = layers.block(
-            block_params, config.block, x, positions, attend, dtype
-        )
+        x, cache = layers.block(block_params, config.block, x, positions, attend, dtype)
         taps[index] = x
     hidden = layers.rms_norm(x, params.final_norm, config.block.rms_eps, dtype)
     if not tap_layers:
