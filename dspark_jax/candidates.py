@@ -31,7 +31,10 @@ def best(
     """
 
     def sorted_whole(logits):
-        return tuple(jax.lax.top_k(logits, num))
+        # Two axes: in a round, where the logits come from a product, XLA:CPU sorts
+        # those of three (a round of SmolLM2 among 64 candidates 148 instead of 80 ms).
+        rows = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), num)
+        return tuple(part.reshape(*logits.shape[:-1], num) for part in rows)
 
     return jax.lax.platform_dependent(
         logits, cpu=sorted_whole, default=functools.partial(by_blocks, num=num)
