@@ -156,7 +156,8 @@ def _worker(
             # Scores of masked rows and keys may be anything.
             tiles_lib.clear(scratch["own_values"].at[me])
         plgpu.commit_smem()
-        for me in range(warpgroups):
+
+        def read_rows(me):
             mine = tiles_lib.blocks_of(blocks, tile_0 + me, shape)
             barrier = scratch["rows_filled"].at[me]
             tiles_lib.read_rows(
@@ -166,14 +167,22 @@ def _worker(
                 tiles_lib.read_own(
                     source, head, mine, scratch[name].at[me], barrier, shape
                 )
-        tiles_lib.stream(
-            keys,
-            values,
-            sequence * shape.kv_heads + head,
-            count,
-            scratch,
-            stages=config.stages,
-            key_tile=key_tile,
+
+        def read_ring(source, name):
+            tiles_lib.stream(
+                source,
+                sequence * shape.kv_heads + head,
+                count,
+                name,
+                scratch,
+                stages=config.stages,
+                key_tile=key_tile,
+            )
+
+        tiles_lib.by_warp(
+            functools.partial(read_ring, keys, "keys"),
+            functools.partial(read_ring, values, "values"),
+            *(functools.partial(read_rows, me) for me in range(warpgroups)),
         )
 
     @pl.when(role < warpgroups)
