@@ -314,8 +314,12 @@ def _context(me, carry, limit, low, count, scratch, shape, config, scale, interp
 def _write(me, tile, head, mine, row_block, carry, out, sums, scratch, shape):
     acc, largest, total = carry
     is_row = (row_block >= 0) & (total > 0)
-    share = jnp.where(is_row, 1 / jnp.where(total > 0, total, 1.0), 0.0)
-    acc = acc * tiles_lib.over_rows(share, acc.shape)
+    # A dropped block's rows are zero, whatever they were.
+    acc = jnp.where(
+        tiles_lib.over_rows(is_row, acc.shape),
+        acc * tiles_lib.over_rows(1 / jnp.where(total > 0, total, 1.0), acc.shape),
+        0.0,
+    )
     stored = scratch["query"].at[me]  # which has been multiplied
     stored[...] = acc.astype(stored.dtype)
     logarithm = largest + jnp.log2(jnp.where(total > 0, total, 1.0))
