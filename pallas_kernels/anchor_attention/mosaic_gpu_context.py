@@ -168,7 +168,8 @@ def _worker(
             plgpu.commit_smem()
 
         def read_ring(source, vector, name, beside):
-            def read(step, _):
+            def read(step, carry):
+                del carry
                 buffer, tile = jax.lax.rem(step, stages), tile_0 + step
                 mine = tiles_lib.blocks_of(blocks, tile, shape)
 

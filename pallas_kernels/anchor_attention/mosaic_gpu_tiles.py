@@ -172,7 +172,8 @@ def stream(
       before: called with a tile's number before it is read.
     """
 
-    def read(step, _):
+    def read(step, carry):
+        del carry
         buffer = jax.lax.rem(step, stages)
         if before is not None:
             before(step)
