@@ -56,6 +56,19 @@ def compute_capability() -> tuple[int, int]:
     return int(major), int(minor or 0)
 
 
+def needs_hopper() -> str | None:
+    """Why kernels for Hopper aren't chosen for the first GPU, or None."""
+    major, minor = compute_capability()
+    if major != 9:
+        return f"needs compute capability 9.0, got {major}.{minor}"
+    return None
+
+
+def first_of(*refusals: Refusal) -> Refusal:
+    """The first reason that any of them gives."""
+    return lambda: next((why for why in (r() for r in refusals) if why), None)
+
+
 def multiprocessors(default: int) -> int:
     """Of the first GPU; `default` where there is none."""
     if platform() != "gpu":

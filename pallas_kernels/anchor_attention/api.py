@@ -16,6 +16,7 @@ from pallas_kernels.anchor_attention import (
     tuning,
 )
 
+# `mosaic_gpu` only by name until it has been measured.
 PREFERRED: dict[str, tuple[str, ...]] = {"gpu": ("cudnn",)}
 Config = tuning.ChunksConfig | tuning.MosaicGpuConfig
 
@@ -73,6 +74,10 @@ def anchor_attention(
             query, keys, scale=scale, config=tiles
         ),
     }
+    if implementation is None:
+        refusals["mosaic_gpu"] = _dispatch.first_of(
+            _dispatch.needs_hopper, refusals["mosaic_gpu"]
+        )
     name = _dispatch.choose(implementation, refusals, PREFERRED)
     _check_config(name, config)
     if present is None:

@@ -166,37 +166,43 @@ def _worker(
                 for name in ("query", "slopes"):
                     tiles_lib.clear(scratch[name].at[buffer])
             plgpu.commit_smem()
-        for group in range(groups):
-            where = pl.ds(start + group * ROWS, ROWS)
-            for source, name in ((keys, "keys"), (values, "values")):
-                plgpu.copy_gmem_to_smem(
-                    source.at[line, where],
-                    _mine(scratch[name], group, config),
-                    scratch["keys_filled"].at[group],
-                )
 
-        def read(step, _):
-            buffer, tile = jax.lax.rem(step, stages), tile_0 + step
-            rows = tiles_lib.blocks_of(blocks, tile, shape)
-            for source, vector, name, beside in (
-                (query, sums, "query", "sums"),
-                (slopes, delta, "slopes", "delta"),
-            ):
+        def read_ring(source, vector, name, beside):
+            def read(step, carry):
+                del carry
+                buffer, tile = jax.lax.rem(step, stages), tile_0 + step
+                mine = tiles_lib.blocks_of(blocks, tile, shape)
 
                 @pl.when(step >= stages)
-                def _(name=name):
+                def _():
                     plgpu.barrier_wait(scratch[f"{name}_read"].at[buffer])
 
                 barrier = scratch[f"{name}_filled"].at[buffer]
                 tiles_lib.read_rows(
-                    source, head, rows, scratch[name].at[buffer], barrier, shape
+                    source, head, mine, scratch[name].at[buffer], barrier, shape
                 )
                 plgpu.copy_gmem_to_smem(
                     vector.at[tile, head], scratch[beside].at[buffer], barrier
                 )
 
-        jax.lax.fori_loop(0, count, read, None)
-        tiles_lib.drain(("query_read", "slopes_read"), count, scratch, stages=stages)
+            jax.lax.fori_loop(0, count, read, None)
+            tiles_lib.drain(f"{name}_read", count, scratch, stages=stages)
+
+        def read_keys():
+            for group in range(groups):
+                where = pl.ds(start + group * ROWS, ROWS)
+                for source, name in ((keys, "keys"), (values, "values")):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[line, where],
+                        _mine(scratch[name], group, config),
+                        scratch["keys_filled"].at[group],
+                    )
+
+        tiles_lib.by_warp(
+            functools.partial(read_ring, query, sums, "query", "sums"),
+            functools.partial(read_ring, slopes, delta, "slopes", "delta"),
+            read_keys,
+        )
 
     @pl.when(role < WARPGROUPS)
     def _():

@@ -156,7 +156,8 @@ def _worker(
             # Scores of masked rows and keys may be anything.
             tiles_lib.clear(scratch["own_values"].at[me])
         plgpu.commit_smem()
-        for me in range(warpgroups):
+
+        def read_rows(me):
             mine = tiles_lib.blocks_of(blocks, tile_0 + me, shape)
             barrier = scratch["rows_filled"].at[me]
             tiles_lib.read_rows(
@@ -166,14 +167,22 @@ def _worker(
                 tiles_lib.read_own(
                     source, head, mine, scratch[name].at[me], barrier, shape
                 )
-        tiles_lib.stream(
-            keys,
-            values,
-            sequence * shape.kv_heads + head,
-            count,
-            scratch,
-            stages=config.stages,
-            key_tile=key_tile,
+
+        def read_ring(source, name):
+            tiles_lib.stream(
+                source,
+                sequence * shape.kv_heads + head,
+                count,
+                name,
+                scratch,
+                stages=config.stages,
+                key_tile=key_tile,
+            )
+
+        tiles_lib.by_warp(
+            functools.partial(read_ring, keys, "keys"),
+            functools.partial(read_ring, values, "values"),
+            *(functools.partial(read_rows, me) for me in range(warpgroups)),
         )
 
     @pl.when(role < warpgroups)
@@ -305,8 +314,12 @@ def _context(me, carry, limit, low, count, scratch, shape, config, scale, interp
 def _write(me, tile, head, mine, row_block, carry, out, sums, scratch, shape):
     acc, largest, total = carry
     is_row = (row_block >= 0) & (total > 0)
-    share = jnp.where(is_row, 1 / jnp.where(total > 0, total, 1.0), 0.0)
-    acc = acc * tiles_lib.over_rows(share, acc.shape)
+    # A dropped block's rows are zero, whatever they were.
+    acc = jnp.where(
+        tiles_lib.over_rows(is_row, acc.shape),
+        acc * tiles_lib.over_rows(1 / jnp.where(total > 0, total, 1.0), acc.shape),
+        0.0,
+    )
     stored = scratch["query"].at[me]  # which has been multiplied
     stored[...] = acc.astype(stored.dtype)
     logarithm = largest + jnp.log2(jnp.where(total > 0, total, 1.0))

@@ -84,7 +84,8 @@ def gradients(
         "own_filled": plgpu.Barrier(
             num_arrivals=2 * shape.blocks, num_barriers=warpgroups
         ),
-        "own_read": plgpu.Barrier(num_barriers=warpgroups),
+        "own_keys_read": plgpu.Barrier(num_barriers=warpgroups),
+        "own_values_read": plgpu.Barrier(num_barriers=warpgroups),
         "keys_filled": filled,
         "values_filled": filled,
         "keys_read": read,
@@ -173,7 +174,7 @@ def _worker(
 
     @pl.when(role == warpgroups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         for me in range(warpgroups):
             for name in ("keys", "values"):
                 own = scratch[name].at[own_buffer(me)]
@@ -182,13 +183,14 @@ def _worker(
                 for name in ("query", "slopes", "spare"):
                     tiles_lib.clear(scratch[name].at[me])
         plgpu.commit_smem()
-        for me in range(warpgroups):
+
+        def read_rows(me):
             tile = tile_0 + me
-            rows = tiles_lib.blocks_of(blocks, tile, shape)
+            mine = tiles_lib.blocks_of(blocks, tile, shape)
             barrier = scratch["rows_filled"].at[me]
-            for source, name in ((query, "query"), (slopes, "slopes"), (out, "spare")):
+            for source, name in ((slopes, "slopes"), (out, "spare"), (query, "query")):
                 tiles_lib.read_rows(
-                    source, head, rows, scratch[name].at[me], barrier, shape
+                    source, head, mine, scratch[name].at[me], barrier, shape
                 )
             plgpu.copy_gmem_to_smem(
                 sums.at[tile, head], scratch["sums"].at[me], barrier
@@ -197,38 +199,42 @@ def _worker(
                 tiles_lib.read_own(
                     source,
                     head,
-                    rows,
+                    mine,
                     scratch[name].at[own_buffer(me)],
                     scratch["own_filled"].at[me],
                     shape,
                 )
 
-        def free(step):
+        def read_ring(source, name):
+            def await_own(me):
+                plgpu.barrier_wait(scratch[f"own_{name}_read"].at[me])
+
+            def free(step):
+                for me in range(warpgroups):
+                    pl.when(step == own_buffer(me))(functools.partial(await_own, me))
+
+            tiles_lib.stream(
+                source,
+                sequence * shape.kv_heads + head,
+                count,
+                name,
+                scratch,
+                stages=stages,
+                key_tile=key_tile,
+                before=free,
+            )
             for me in range(warpgroups):
+                pl.when(count <= own_buffer(me))(functools.partial(await_own, me))
 
-                @pl.when(step == own_buffer(me))
-                def _(me=me):
-                    plgpu.barrier_wait(scratch["own_read"].at[me])
-
-        tiles_lib.stream(
-            keys,
-            values,
-            sequence * shape.kv_heads + head,
-            count,
-            scratch,
-            stages=stages,
-            key_tile=key_tile,
-            before=free,
+        tiles_lib.by_warp(
+            functools.partial(read_ring, keys, "keys"),
+            functools.partial(read_ring, values, "values"),
+            *(functools.partial(read_rows, me) for me in range(warpgroups)),
         )
-        for me in range(warpgroups):
-
-            @pl.when(count <= own_buffer(me))
-            def _(me=me):
-                plgpu.barrier_wait(scratch["own_read"].at[me])
 
     @pl.when(role < warpgroups)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         tile = tile_0 + role
         rows = tiles_lib.blocks_of(blocks, tile, shape)
         limit = load(limits.at[tile], layout=tiles_lib.by_row())
@@ -256,7 +262,8 @@ def _worker(
             interpret,
         )
         acc = _own_part(mine, tile, row_blocks, key_blocks, scale, interpret)
-        plgpu.barrier_arrive(scratch["own_read"].at[role])
+        for name in ("own_keys_read", "own_values_read"):
+            plgpu.barrier_arrive(scratch[name].at[role])
         acc = _context_part(
             acc, mine, limit, low, count, scratch, config, scale, interpret
         )

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def _slots(block: Any, shape: Shape) -> Any:
     # Beyond the last slot, copies read zeros and store nothing. A start that is known
     # while tracing would be checked against the array's size.
     start = jnp.minimum(block, 0) * shape.slot_rows
-    return pl.ds(pl.multiple_of(start, shape.slot_rows), shape.slot_rows)
+    return pl.ds(start, shape.slot_rows)
 
 
 def clear(tile: Any) -> None:
@@ -148,59 +149,65 @@ def unit(number: Any, shape: Shape, warpgroups: int) -> tuple[Any, Any, Any]:
 
 
 def stream(
-    keys: Any,
-    values: Any,
+    source: Any,
     line: Any,
     count: Any,
+    name: str,
     scratch: dict[str, Any],
     *,
     stages: int,
     key_tile: int,
     before: Any = None,
 ) -> None:
-    """Reads `count` tiles of the context into the ring, in the order of their use.
+    """Reads `count` tiles of keys or values into their ring, in the order of their use.
 
     Args:
-      keys: [B * G, S, E]; a tile's rows beyond S are filled with zeros.
-      values: as keys.
-      line: the row of both.
+      source: [B * G, S, E]; a tile's rows beyond S are filled with zeros.
+      line: of the source.
       count: number of tiles.
+      name: of the ring.
       scratch: the ring and its barriers.
       stages: of the ring.
       key_tile: keys a tile.
       before: called with a tile's number before it is read.
     """
 
-    def read(step, _):
+    def read(step, carry):
+        del carry
         buffer = jax.lax.rem(step, stages)
         if before is not None:
             before(step)
-        for source, ring in ((keys, "keys"), (values, "values")):
 
-            @pl.when(step >= stages)
-            def _(ring=ring):
-                plgpu.barrier_wait(scratch[f"{ring}_read"].at[buffer])
+        @pl.when(step >= stages)
+        def _():
+            plgpu.barrier_wait(scratch[f"{name}_read"].at[buffer])
 
-            plgpu.copy_gmem_to_smem(
-                source.at[line, pl.ds(step * key_tile, key_tile)],
-                scratch[ring].at[buffer],
-                scratch[f"{ring}_filled"].at[buffer],
-            )
+        plgpu.copy_gmem_to_smem(
+            source.at[line, pl.ds(step * key_tile, key_tile)],
+            scratch[name].at[buffer],
+            scratch[f"{name}_filled"].at[buffer],
+        )
 
     jax.lax.fori_loop(0, count, read, None)
-    drain(("keys_read", "values_read"), count, scratch, stages=stages)
+    drain(f"{name}_read", count, scratch, stages=stages)
 
 
-def drain(
-    names: tuple[str, ...], count: Any, scratch: dict[str, Any], *, stages: int
-) -> None:
+def by_warp(*functions: Callable[[], None]) -> None:
+    """Runs each function in a warp of its own."""
+
+    @plgpu.warp_map
+    def _(warp):
+        for number, function in enumerate(functions):
+            pl.when(warp == number)(function)
+
+
+def drain(name: str, count: Any, scratch: dict[str, Any], *, stages: int) -> None:
     """Every phase of a barrier is awaited before a worker ends."""
     for buffer in range(stages):
 
         @pl.when(buffer < count)
         def _(buffer=buffer):
-            for name in names:
-                plgpu.barrier_wait(scratch[name].at[buffer])
+            plgpu.barrier_wait(scratch[name].at[buffer])
 
 
 def compiler_params() -> Any:

@@ -223,7 +223,9 @@ def _attend(
         "mosaic_tpu": lambda: mosaic_tpu.supports(query, keys, paged=paged),
     }
     if implementation is None:
-        refusals["mosaic_gpu"] = _first_of(_needs_hopper, refusals["mosaic_gpu"])
+        refusals["mosaic_gpu"] = _dispatch.first_of(
+            _dispatch.needs_hopper, refusals["mosaic_gpu"]
+        )
     name = _dispatch.choose(implementation, refusals, PREFERRED)
     common: dict[str, Any] = {
         "page_table": page_table,
@@ -242,17 +244,6 @@ def _attend(
     if config is None:
         config = triton.default_config(query, keys, runs, page_table)
     return triton.attend(query, keys, values, runs, config=config, **common)
-
-
-def _first_of(*refusals: _dispatch.Refusal) -> _dispatch.Refusal:
-    return lambda: next((why for why in (r() for r in refusals) if why), None)
-
-
-def _needs_hopper() -> str | None:
-    capability = _dispatch.compute_capability()
-    if capability[0] != 9:
-        return f"needs compute capability 9.0, got {capability[0]}.{capability[1]}"
-    return None
 
 
 def _check_rank(name: str, array: Any, rank: int) -> None:
