@@ -299,6 +299,15 @@ def test_bucket(size, expected):
     assert session.bucket(size) == expected
 
 
+@pytest.fixture
+def _default_ctrl_c():
+    """A process that was started in the background inherits an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_ctrl_c")
 def test_ctrl_c_prints_what_there_is(capsys, options, monkeypatch):
     step, calls = session.Session.step, []
 

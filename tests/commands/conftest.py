@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from dspark_jax import cli
@@ -42,12 +41,9 @@ def _cache(tmp_path_factory):
         yield
 
 
-@pytest.fixture(autouse=True)
-def _quick_compilation():
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation(quick_compilation):
     """These tests compile more than they run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
