@@ -3,10 +3,12 @@
 Everything here is set before the first array exists.
 """
 
+import atexit
 import json
 import os
 import pathlib
 import shutil
+import tempfile
 
 # Two workers share one card: neither may reserve most of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -15,6 +17,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["XLA_FLAGS"] = " ".join(
     ("--xla_cpu_parallel_codegen_split_count=1", os.environ.get("XLA_FLAGS", ""))
 ).strip()
+# One cache of compiled programs for all workers and the commands that tests start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+    atexit.register(
+        shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True
+    )
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import hypothesis
 import jax

@@ -48,9 +48,8 @@ def target(chat_folder):
 
 
 @pytest.fixture
-def options(target, golden, monkeypatch, tmp_path):
+def options(target, golden):
     """The command line up to what a test adds."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     drafter = golden / "cases" / "dspark_vanilla_b4" / "drafter"
     return ["generate", "--target", str(target), "--drafter", str(drafter)]
 

@@ -156,19 +156,6 @@ def tiny():
     return tiny_runs
 
 
-@pytest.fixture(scope="session")
-def compile_cache(tmp_path_factory):
-    """Programs of one run are found again by the next ones."""
-    folder = tmp_path_factory.mktemp("xla")
-    before = jax.config.jax_compilation_cache_dir
-    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", before)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-
-
 @dataclasses.dataclass
 class ChatTarget:
     """A tiny target with a byte tokenizer and a ChatML template."""
