@@ -9,6 +9,8 @@ import table_models
 from dspark_jax.evaluation import acceptance, rounds
 from dspark_jax.evaluation.recording import Recording
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 V, K = 4, 3
 
 
