@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dspark_jax
+from dspark_jax import config
 from dspark_jax.evaluation import prompts
 from dspark_jax.evaluation import provenance as provenance_lib
 
@@ -25,6 +26,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     result.add_argument("--target", default="smollm2-135m")
     result.add_argument("--drafter", default="dspark-smollm2-135m")
     result.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    result.add_argument("--attention", default="auto", choices=config.ATTENTIONS)
     result.add_argument("--seed", type=int, default=0)
     result.add_argument("--limit", type=int, help="prompts per domain")
     result.add_argument("--output", help="JSON file; default: benchmarks/results/")
@@ -56,7 +58,10 @@ def load_models(
 ) -> tuple:
     """(target, target_params, drafter, drafter_params, tokenizer)."""
     target, target_params = dspark_jax.load_target(
-        options.target, param_dtype=options.dtype, compute_dtype=options.dtype
+        options.target,
+        param_dtype=options.dtype,
+        compute_dtype=options.dtype,
+        attention=options.attention,
     )
     tokenizer = dspark_jax.load_tokenizer(options.target)
     drafter_params: Any

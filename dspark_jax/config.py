@@ -19,6 +19,8 @@ MODES = ("plain", "static", "compact", "cap-accept")  # of serving
 MARKOV_KINDS = ("none", "vanilla", "gated", "rnn")
 CONFIDENCE_KINDS = ("none", "plain", "markov")
 ROPE_KINDS = ("default", "linear", "llama3")
+Attention = Literal["auto", "xla", "mosaic_gpu", "triton", "mosaic_tpu"]
+ATTENTIONS = typing.get_args(Attention)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -86,8 +88,10 @@ class BlockConfig:
 class DecoderConfig:
     """A decoder-only target of the Llama/Qwen3 family.
 
-    `fingerprint` names the weights by their sizes and the final norm: loaders set it,
-    and a drafter trained for another one is refused. An empty one is not checked.
+    `attention` is how its cache is attended, and that of its drafter: "xla", a kernel's
+    name, or "auto", the one that was measured fastest for each shape. `fingerprint`
+    names the weights by their sizes and the final norm: loaders set it, and a drafter
+    trained for another one is refused. An empty one is not checked.
     """
 
     vocab_size: int
@@ -99,11 +103,13 @@ class DecoderConfig:
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     fingerprint: str = ""
+    attention: Attention = "auto"
 
     def __post_init__(self):
         check_types(self)
         for name in ("vocab_size", "num_layers", "max_position"):
             _positive(name, getattr(self, name))
+        _one_of("attention", self.attention, ATTENTIONS)
         _one_of("param_dtype", self.param_dtype, DTYPES)
         _one_of("compute_dtype", self.compute_dtype, DTYPES)
         for token in self.stop_tokens:

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import layers
+from dspark_jax import attention, layers
 
 
 class DenseCache(flax.struct.PyTreeNode):
@@ -26,6 +26,7 @@ class DenseCache(flax.struct.PyTreeNode):
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+    implementation: str = flax.struct.field(pytree_node=False, default="auto")
 
     @classmethod
     def create(
@@ -36,12 +37,20 @@ class DenseCache(flax.struct.PyTreeNode):
         num_kv_heads: int,
         head_width: int,
         dtype: jnp.dtype,
+        implementation: str = "auto",
+        spare: int = 0,
     ) -> "DenseCache":
-        """An empty cache: zeros, so that masked rows never hold NaN."""
-        shape = (batch, num_kv_heads, capacity, head_width)
+        """An empty cache: zeros, so that masked rows never hold NaN.
+
+        `implementation` is that of its attention (see `dspark_jax.attention`). A kernel
+        needs room for a draft block at the end: `spare` positions more.
+        """
+        stored = attention.stored_capacity(capacity, implementation, dtype, spare)
+        shape = (batch, num_kv_heads, stored, head_width)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+            implementation=implementation,
         )
 
     @property
@@ -80,15 +89,91 @@ class DenseCache(flax.struct.PyTreeNode):
           Attention output [B, W, H, E] and the cache with the rows written.
         """
         cache = self.write(layer, key, value, positions)
-        index = jnp.arange(self.capacity, dtype=jnp.int32)
-        visible = index[None, None, None] <= positions[:, None, :, None]  # [B, 1, W, C]
-        segment = (cache.keys[layer], cache.values[layer], visible)
-        out = layers.grouped_attention(query[:, None], [segment])
-        return out[:, 0], cache
+        out = attention.attend(
+            query,
+            cache.keys[layer],
+            cache.values[layer],
+            attention.Place(positions),
+            implementation=self.implementation,
+            plain=_attend,
+        )
+        return out, cache
+
+    def attend_block(
+        self,
+        layer: int,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, "DenseCache"]:
+        """Attention of a draft block: rows see what is before it, and one another.
+
+        Args:
+          layer: 0-based.
+          query: [B, K, H, E]; key, value: [B, K, G, E].
+          positions: int32 [B, K], consecutive.
+
+        Returns:
+          Attention output [B, K, H, E] and the cache. A kernel reads the block where
+          it lies: the rows from the block's first position on are then overwritten.
+        """
+        first = positions[:, 0]
+        name = attention.choose(
+            self.implementation,
+            query,
+            self.keys[layer],
+            rows=query.shape[1],
+            table=None,
+        )
+        if name == "xla":
+            return attend_apart(query, key, value, *self.context(layer), first), self
+        end = jnp.minimum(first + query.shape[1], self.capacity)
+        cache = self.write(layer, key, value, positions)
+        out = attention.attend(
+            query,
+            cache.keys[layer],
+            cache.values[layer],
+            attention.Place(jnp.broadcast_to(end[:, None] - 1, positions.shape)),
+            implementation=self.implementation,
+            plain=_attend,
+        )
+        return out, cache
 
     def context(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, G, C, E] of one layer, stale rows included."""
         return self.keys[layer], self.values[layer]
+
+
+def attend_apart(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    first: jax.Array,
+) -> jax.Array:
+    """Attention of draft blocks [B, K, H, E] that the context [B, G, C, E] lacks.
+
+    Rows see the context before `first` [B] and the block's own key and value.
+    """
+    index = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    visible = index[None, None] < first[:, None, None]  # [B, 1, C]
+    segments = [
+        (keys, values, visible[:, :, None]),
+        (key[:, None], value[:, None], None),
+    ]
+    return layers.grouped_attention(query[:, None], segments)[:, 0]
+
+
+def _attend(
+    query: jax.Array, keys: jax.Array, values: jax.Array, place: attention.Place
+) -> jax.Array:
+    index = jnp.arange(keys.shape[2], dtype=jnp.int32)
+    positions = place.positions[:, None, :, None]
+    visible = index[None, None, None] <= positions  # [B, 1, W, C]
+    segment = (keys, values, visible)
+    return layers.grouped_attention(query[:, None], [segment])[:, 0]
 
 
 def repeat_rows(

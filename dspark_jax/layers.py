@@ -21,16 +21,20 @@ from pallas_kernels import products as kernel_products
 
 
 class BlockParams(flax.struct.PyTreeNode):
-    """One transformer block; fields that the config switches off are None."""
+    """One transformer block; fields that the config switches off are None.
+
+    A merged block (`merged`) holds the matrices that multiply the same rows as one:
+    `q` is q | k | v and `gate` is gate | up, biases likewise; k, v and up are None.
+    """
 
     input_norm: jax.Array  # [D]
     q: jax.Array  # [H*E, D]
-    k: jax.Array  # [G*E, D]
-    v: jax.Array  # [G*E, D]
+    k: jax.Array | None  # [G*E, D]
+    v: jax.Array | None  # [G*E, D]
     o: jax.Array  # [D, H*E]
     post_norm: jax.Array  # [D]
     gate: jax.Array  # [F, D]
-    up: jax.Array  # [F, D]
+    up: jax.Array | None  # [F, D]
     down: jax.Array  # [D, F]
     q_norm: jax.Array | None = None  # [E]
     k_norm: jax.Array | None = None  # [E]
@@ -100,38 +104,84 @@ def block(
     x: Float[Array, "... W D"],
     positions: Int[Array, "... W"],
     attend: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    dtype: Any = None,
 ) -> tuple[Float[Array, "... W D"], Any]:
     """One pre-norm block: x + attention(norm(x)), then + SwiGLU(norm(x)).
 
     Args:
+      x: the residual stream; it keeps its dtype.
       attend: (query [B, W, H, E], key [B, W, G, E], value [B, W, G, E]) -> (output
         [B, W, H, E], aux): what the rows may see is the caller's business.
+      dtype: of the rows between norm and sum, if not that of `x`.
 
     Returns:
       The block's output and `aux` (an updated cache, say).
     """
-    normed = rms_norm(x, params.input_norm, config.rms_eps)
-    query = queries(params, config, normed, positions)
-    key, value = keys_values(params, config, normed, positions)
+    normed = rms_norm(x, params.input_norm, config.rms_eps, dtype)
+    query, key, value = queries_keys_values(params, config, normed, positions)
     attended, aux = attend(query, key, value)
     flat = attended.reshape(*attended.shape[:-2], -1)  # [B, W, H*E]
-    x = x + dot(flat, params.o, params.o_bias)
-    normed = rms_norm(x, params.post_norm, config.rms_eps)
-    return x + swiglu(params, normed), aux
+    x = x + dot(flat, params.o, params.o_bias, x.dtype)
+    normed = rms_norm(x, params.post_norm, config.rms_eps, dtype)
+    return x + swiglu(params, normed, x.dtype), aux
+
+
+def merged(tree: Any) -> Any:
+    """Parameters whose blocks hold q | k | v and gate | up as one matrix each.
+
+    Outputs are those of the parts. One product of 6,144 rows instead of three keeps a
+    GPU's memory busier than a small one can; on a CPU nothing is gained. Merge once,
+    where parameters are loaded: both forms are alive meanwhile.
+
+    Args:
+      tree: any pytree; every `BlockParams` in it is merged.
+    """
+
+    def one(block: Any) -> Any:
+        if not isinstance(block, BlockParams) or block.k is None:
+            return block
+
+        def joined(*names: str) -> Any:
+            parts = [getattr(block, name) for name in names]
+            return None if parts[0] is None else jnp.concatenate(parts)
+
+        return block.replace(
+            q=joined("q", "k", "v"),
+            k=None,
+            v=None,
+            gate=joined("gate", "up"),
+            up=None,
+            q_bias=joined("q_bias", "k_bias", "v_bias"),
+            k_bias=None,
+            v_bias=None,
+            gate_bias=joined("gate_bias", "up_bias"),
+            up_bias=None,
+        )
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, BlockParams))
 
 
 # Jitted, like the other parts of a layer below: a program traces and lowers each part
 # once and not in every layer (0.4 s instead of 1.2 s for thirty). XLA inlines them.
 @functools.partial(jax.jit, static_argnames="config")
-def queries(
+def queries_keys_values(
     params: BlockParams, config: BlockConfig, x: jax.Array, positions: jax.Array
-) -> Float[Array, "... W H E"]:
-    """Rotated queries of already normed rows."""
-    query = dot(x, params.q, params.q_bias)
+) -> tuple[
+    Float[Array, "... W H E"], Float[Array, "... W G E"], Float[Array, "... W G E"]
+]:
+    """Rotated queries and keys, and values, of already normed rows."""
+    query_size = config.num_heads * config.head_width
+    # [..., H*E], and where merged the keys and values behind
+    both = dot(x, params.q, params.q_bias)
+    query = both[..., :query_size]
     query = query.reshape(*x.shape[:-1], config.num_heads, config.head_width)
     if params.q_norm is not None:
         query = rms_norm(query, params.q_norm, config.rms_eps)
-    return rope(query, positions, config.rope)
+    query = rope(query, positions, config.rope)
+    if params.k is not None:
+        return query, *keys_values(params, config, x, positions)
+    key, value = jnp.split(both[..., query_size:], 2, axis=-1)
+    return query, *_of_heads(params, config, key, value, positions)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -139,30 +189,53 @@ def keys_values(
     params: BlockParams, config: BlockConfig, x: jax.Array, positions: jax.Array
 ) -> tuple[Float[Array, "... W G E"], Float[Array, "... W G E"]]:
     """Rotated keys, and values, of already normed rows (or of context features)."""
-    shape = (*x.shape[:-1], config.num_kv_heads, config.head_width)
-    key = dot(x, params.k, params.k_bias).reshape(shape)
-    value = dot(x, params.v, params.v_bias).reshape(shape)
+    if params.k is None:
+        first = config.num_heads * config.head_width
+        bias = None if params.q_bias is None else params.q_bias[first:]
+        key, value = jnp.split(dot(x, params.q[first:], bias), 2, axis=-1)
+    else:
+        assert params.v is not None
+        key = dot(x, params.k, params.k_bias)
+        value = dot(x, params.v, params.v_bias)
+    return _of_heads(params, config, key, value, positions)
+
+
+def _of_heads(
+    params: BlockParams,
+    config: BlockConfig,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    shape = (*key.shape[:-1], config.num_kv_heads, config.head_width)
+    key, value = key.reshape(shape), value.reshape(shape)
     if params.k_norm is not None:
         key = rms_norm(key, params.k_norm, config.rms_eps)
     return rope(key, positions, config.rope), value
 
 
-@jax.jit
-def swiglu(params: BlockParams, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """down(silu(gate(x)) * up(x))."""
+@functools.partial(jax.jit, static_argnames="dtype")
+def swiglu(
+    params: BlockParams, x: Float[Array, "... D"], dtype: Any = None
+) -> Float[Array, "... D"]:
+    """down(silu(gate(x)) * up(x)), the last product in `dtype` (default: x's)."""
     gate = dot(x, params.gate, params.gate_bias)
-    up = dot(x, params.up, params.up_bias)
-    return dot(jax.nn.silu(gate) * up, params.down, params.down_bias)
+    if params.up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    else:
+        up = dot(x, params.up, params.up_bias)
+    return dot(jax.nn.silu(gate) * up, params.down, params.down_bias, dtype)
 
 
 def rms_norm(
-    x: Float[Array, "... D"], gain: Float[Array, "D"], eps: float
+    x: Float[Array, "... D"], gain: Float[Array, "D"], eps: float, dtype: Any = None
 ) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x²) + eps) * gain, the statistics in float32."""
+    """x / sqrt(mean(x²) + eps) * gain in `dtype` (x's), the statistics in float32."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
     normed = wide * jax.lax.rsqrt(mean_square + jnp.float32(eps))
-    return normed.astype(x.dtype) * _along_last_axis(gain, x)
+    normed = normed.astype(dtype or x.dtype)
+    return normed * _along_last_axis(gain, normed)
 
 
 def rope(
@@ -252,9 +325,10 @@ def dot(
     x: Float[Array, "... I"],
     weight: Float[Array, "O I"],
     bias: Float[Array, "O"] | None = None,
+    dtype: Any = None,
 ) -> Float[Array, "... O"]:
-    """x @ weight.T + bias in x's dtype."""
-    out = products.product(x, weight.astype(x.dtype), x.dtype)
+    """x @ weight.T + bias, operands in x's dtype, the sum in `dtype` (default: x's)."""
+    out = products.product(x, weight.astype(x.dtype), dtype or x.dtype)
     return out if bias is None else out + _along_last_axis(bias, out)
 
 

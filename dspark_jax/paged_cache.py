@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import kv_cache, layers
+from dspark_jax import attention, kv_cache, layers
 from pallas_kernels import pages as kernel_pages
 
 
@@ -65,12 +65,13 @@ class PagePool(flax.struct.PyTreeNode):
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+    implementation: str = flax.struct.field(pytree_node=False, default="auto")
 
     @classmethod
     def create(
         cls, like: kv_cache.DenseCache, num_pages: int, page_size: int
     ) -> "PagePool":
-        """An empty pool with the layers, heads and dtypes of a dense cache.
+        """An empty pool with the layers, heads, dtypes and attention of a dense cache.
 
         `like` may be abstract (`jax.eval_shape` of a target's `init_cache`).
         """
@@ -82,6 +83,7 @@ class PagePool(flax.struct.PyTreeNode):
         return cls(
             keys=tuple(pages(leaf) for leaf in like.keys),
             values=tuple(pages(leaf) for leaf in like.values),
+            implementation=like.implementation,
         )
 
     def view(self, table: Int[Array, "N M"]) -> "PagedCache":
@@ -131,7 +133,7 @@ class PagedCache(flax.struct.PyTreeNode):
             )
             for items, new in ((self.pool.keys, key), (self.pool.values, value))
         )
-        return self.replace(pool=PagePool(keys=keys, values=values))
+        return self.replace(pool=self.pool.replace(keys=keys, values=values))
 
     def attend(
         self,
@@ -152,17 +154,63 @@ class PagedCache(flax.struct.PyTreeNode):
           Attention output, as the query, and the cache with the rows written.
         """
         cache = self.write(layer, key, value, positions)
-        keys, values = cache.pool.keys[layer], cache.pool.values[layer]
-        if self.layout is None:
-            return attend_pages(query, keys, values, self.table, positions), cache
-        out = attend_pages(
-            self.layout.unpack(query[0], 0),
-            keys,
-            values,
-            self.table,
-            self.layout.unpack(positions[0], -1),
+        if self.layout is not None:
+            query, positions = query[0], positions[0]
+        out = attention.attend(
+            query,
+            cache.pool.keys[layer],
+            cache.pool.values[layer],
+            attention.Place(positions, self.table, self.layout),
+            implementation=self.pool.implementation,
+            plain=_attend,
         )
-        return self.layout.pack(out, 0)[None], cache
+        return out if self.layout is None else out[None], cache
+
+    def attend_block(
+        self,
+        layer: int,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        positions: jax.Array,
+    ) -> tuple[jax.Array, "PagedCache"]:
+        """Attention of a draft block: rows see what is before it, and one another.
+
+        A kernel reads the block where it lies. Rows for which there is no page (-1) are
+        then seen by none: they are past their request's end, and never committed.
+
+        Args:
+          layer: 0-based.
+          query: [N, K, H, E]; key, value: [N, K, G, E].
+          positions: int32 [N, K], consecutive.
+
+        Returns:
+          As `kv_cache.DenseCache.attend_block`.
+        """
+        first, pages = positions[:, 0], self.pool.keys[layer]
+        name = attention.choose(
+            self.pool.implementation,
+            query,
+            pages,
+            rows=query.shape[1],
+            table=self.table,
+        )
+        if name == "xla":
+            context = self.context(layer)
+            return kv_cache.attend_apart(query, key, value, *context, first), self
+        mapped = jnp.sum(jnp.cumprod((self.table >= 0).astype(jnp.int32), axis=1), 1)
+        end = jnp.minimum(first + query.shape[1], mapped * pages.shape[2])
+        cache = self.write(layer, key, value, positions)
+        last = jnp.broadcast_to(end[:, None] - 1, positions.shape)
+        out = attention.attend(
+            query,
+            cache.pool.keys[layer],
+            cache.pool.values[layer],
+            attention.Place(last, self.table),
+            implementation=self.pool.implementation,
+            plain=_attend,
+        )
+        return out, cache
 
     def context(self, layer: int) -> tuple[jax.Array, jax.Array]:
         """Keys and values [N, G, C, E] of a layer; values from `num_keys` on are 0."""
@@ -191,6 +239,18 @@ def attend_pages(
     last = jnp.max(positions, axis=1)
     segment = (_gather(keys, table), _gather_until(values, table, last + 1), visible)
     return layers.grouped_attention(query[:, None], [segment])[:, 0]
+
+
+def _attend(
+    query: jax.Array, keys: jax.Array, values: jax.Array, place: attention.Place
+) -> jax.Array:
+    """Attention over pages by XLA, of windows or of packed rows."""
+    table, layout = place.table, place.layout
+    assert table is not None
+    if layout is None:
+        return attend_pages(query, keys, values, table, place.positions)
+    query, positions = layout.unpack(query, 0), layout.unpack(place.positions, -1)
+    return layout.pack(attend_pages(query, keys, values, table, positions), 0)
 
 
 _gather = jax.jit(kernel_pages.gather)  # traced once for all layers

@@ -113,16 +113,21 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
     return Sampling(**fields)
 
 
-def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
+def make_row(
+    logits: Float[Array, "... N"],
+    sampling: Sampling,
+    best: tuple[jax.Array, jax.Array] | None = None,
+) -> Row:
     """The sampling distribution of each row of logits.
 
     Args:
       logits: float32 [..., N], finite or -inf. What a row with NaN or +inf gives is not
         specified: `has_distribution` finds such rows.
       sampling: fields [...], or None.
+      best: index and value of each row's largest logit, where they are known.
     """
     shape = logits.shape[:-1]
-    largest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    largest, top = _largest(logits) if best is None else best
     if sampling.temperature is None:
         return Row(
             top=jnp.zeros(shape, jnp.float32),
@@ -131,7 +136,6 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
             point=largest,
         )
     temperature = sampling.temperature
-    top = jnp.max(logits, axis=-1)
     top = jnp.where(jnp.isfinite(top), top, 0.0)  # inf - inf is NaN
     scaled = scale(logits, top, temperature)
     cut = jnp.full(shape, -jnp.inf, jnp.float32)
@@ -144,9 +148,11 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
     if sampling.min_p is not None:
         # p >= min_p * max p, in logits; log(0) = -inf keeps everything.
         cut = jnp.maximum(cut, jnp.log(sampling.min_p))
-    # The best token stays, whatever a traced setting holds.
-    cut = _between(scaled, jnp.minimum(cut, 0.0))
-    mass = jnp.where(scaled >= cut[..., None], jnp.exp(scaled), 0.0)
+    mass = jnp.exp(scaled)
+    if has_cuts(sampling):
+        # The best token stays, whatever a traced setting holds.
+        cut = _between(scaled, jnp.minimum(cut, 0.0))
+        mass = jnp.where(scaled >= cut[..., None], mass, 0.0)
     return Row(
         top=top,
         cut=cut,
@@ -157,8 +163,15 @@ def make_row(logits: Float[Array, "... N"], sampling: Sampling) -> Row:
 
 def has_distribution(logits: Float[Array, "... N"]) -> Bool[Array, "..."]:
     """Whether a row of logits is one: no NaN, no +inf, and something above -inf."""
-    # Comparisons, since a compiled maximum may pass over a NaN (XLA:CPU's does).
-    return jnp.all(logits < jnp.inf, axis=-1) & jnp.any(logits > -jnp.inf, axis=-1)
+    # The largest says it, since argmax takes a NaN for larger than all else (a compiled
+    # maximum may pass over one: XLA:CPU's does).
+    return jnp.isfinite(_largest(logits)[1])
+
+
+def has_cuts(sampling: Sampling) -> bool:
+    """Whether the program cuts distributions (static: a field is there or not)."""
+    fields = (sampling.top_k, sampling.top_p, sampling.min_p)
+    return any(field is not None for field in fields)
 
 
 def scale(
@@ -213,17 +226,39 @@ def draw(
     if temperature is None or gumbel is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept = scale(logits, row.top, temperature) >= row.cut[..., None]
-    noise_scale = jnp.maximum(temperature, 0.0)[..., None]
-    perturbed = jnp.where(kept, logits + noise_scale * gumbel, -jnp.inf)
+    perturbed = jnp.where(kept, perturb(logits, temperature, gumbel), -jnp.inf)
     return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+
+
+def perturb(
+    logits: Float[Array, "... N"],
+    temperature: Float[Array, "..."],
+    gumbel: Float[Array, "... N"],
+) -> Float[Array, "... N"]:
+    """logits + T * gumbel, whose argmax is a draw."""
+    return logits + jnp.maximum(temperature, 0.0)[..., None] * gumbel
+
+
+class Choice(flax.struct.PyTreeNode):
+    """A token that was drawn, and what is known of the row it was drawn from."""
+
+    index: jax.Array  # int32 [...], of its logit
+    token: jax.Array  # int32 [...]
+    largest: jax.Array  # int32 [...], index of the largest logit
+    top: jax.Array  # float32 [...], the largest logit; not finite: neither is the row
+    row: Row | None
 
 
 class DraftSampler(flax.struct.PyTreeNode):
     """Draws the tokens of a draft: handed to `Drafter.propose`.
 
-    `draw(slot, logits, ids)` gives the slot's token, its probability and its Row. Under
-    the "seeded" rule the noise is that of plain decoding at the token's position; under
-    the others it belongs to this round alone (`noise.py`).
+    `draw(slot, logits, ids)` gives the slot's token, its probability and its Row; or
+    `choose` tokens alone, and `describe` the probabilities and Rows of all at once.
+    Under the "seeded" rule the noise is that of plain decoding at the token's position;
+    under the others it belongs to this round alone (`noise.py`).
+
+    A row that is not finite (NaN or +inf anywhere, or no support) becomes a point mass
+    on a valid token: the draft is then useless, never wrong.
     """
 
     key: jax.Array  # typed keys [B]
@@ -240,33 +275,70 @@ class DraftSampler(flax.struct.PyTreeNode):
         """Draws slot `slot` (0-based) from logits [B, N] of the tokens `ids`.
 
         Returns the token, its probability q and the Row it was drawn from.
+        """
+        choice = self.choose(slot, logits, ids)
+        return choice.token, *self.describe(logits, choice)
 
-        A row that is not finite (NaN or +inf anywhere, or no support) becomes a point
-        mass on a valid token: the draft is then useless, never wrong.
+    def choose(
+        self, slot: int, logits: Float[Array, "B N"], ids: Int[Array, "..."] | None
+    ) -> Choice:
+        """The token of slot `slot`, with its Row only if the draw needed one.
+
+        Only cuts need it: argmax(logits + T G) knows no normaliser, and what must be
+        done slot by slot is the shorter for it. A row that is not finite is drawn
+        uniformly, or at temperature 0 is its first token.
         """
         batch, support = logits.shape
         if ids is None:
             ids = jnp.arange(support, dtype=jnp.int32)
         ids = jnp.broadcast_to(ids, (batch, support))
-        is_finite = has_distribution(logits)
-        logits = jnp.where(is_finite[:, None], logits, 0.0)
-        row = make_row(logits, self.sampling)
-        gumbel = None
-        if self.sampling.temperature is not None:
+        temperature = self.sampling.temperature
+        largest, top = _largest(logits)
+        is_finite = jnp.isfinite(top)
+        row = None
+        if temperature is None:
+            index = jnp.where(is_finite, largest, 0)
+        else:
+            logits = jnp.where(is_finite[:, None], logits, 0.0)
             if self.rule == "seeded":
-                gumbel = noise.token_gumbel(
-                    self.key, self.anchor_position + slot + 1, ids
-                )
+                position = self.anchor_position + slot + 1
+                gumbel = noise.token_gumbel(self.key, position, ids)
             else:
                 assert self.streams is not None
                 gumbel = noise.round_gumbel(self.streams, slot, ids)
-        index = draw(logits, row, self.sampling.temperature, gumbel)
-        token = jnp.take_along_axis(ids, index[:, None], axis=1)  # [B, 1]
-        is_point = (row.point >= 0) | ~is_finite
-        row = row.replace(point=jnp.where(is_point, token[:, 0], -1))
-        logit = jnp.take_along_axis(logits, index[:, None], axis=1)
-        q = probability(logit, token, row, self.sampling.temperature)
-        return token[:, 0], q[:, 0], row
+            perturbed = perturb(logits, temperature, gumbel)
+            if has_cuts(self.sampling):
+                row = make_row(logits, self.sampling)
+                is_kept = scale(logits, row.top, temperature) >= row.cut[..., None]
+                perturbed = jnp.where(is_kept, perturbed, -jnp.inf)
+            index = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
+        token = jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
+        return Choice(index=index, token=token, largest=largest, top=top, row=row)
+
+    def describe(
+        self, logits: Float[Array, "B ... N"], choice: Choice
+    ) -> tuple[Float[Array, "B ..."], Row]:
+        """q of the tokens that were chosen from these logits, and their Rows."""
+        settings, token, row = self.sampling, choice.token, choice.row
+        if settings.temperature is None:
+            zeros = jnp.zeros(token.shape, jnp.float32)
+            return zeros + 1.0, Row(
+                top=zeros, cut=zeros - jnp.inf, log_normaliser=zeros, point=token
+            )
+        one = (1,) * (token.ndim - 1)
+        settings = jax.tree.map(lambda x: x.reshape(-1, *one), settings)
+        if row is None:
+            row = make_row(logits, settings, (choice.largest, choice.top))
+        is_finite = jnp.isfinite(choice.top)
+        row = Row(
+            top=row.top,
+            cut=jnp.where(is_finite, row.cut, -jnp.inf),
+            log_normaliser=jnp.where(is_finite, row.log_normaliser, 0.0),
+            point=jnp.where((row.point >= 0) | ~is_finite, token, -1),
+        )
+        logit = jnp.take_along_axis(logits, choice.index[..., None], axis=-1)
+        q = probability(logit, token[..., None], row, settings.temperature)
+        return q[..., 0], row
 
 
 def make_draft_sampler(
@@ -292,6 +364,16 @@ def make_draft_sampler(
         rule=rule,
         candidates=candidates,
     )
+
+
+def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Index and value of the largest logit, or of a NaN; int32 [...], float32 [...].
+
+    Every pass over the vocabulary counts, so greedy decoding makes this one only: the
+    compiler joins equal calls, and `draw`'s argmax.
+    """
+    index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return index, jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
 
 
 def _between(scaled: jax.Array, cut: jax.Array) -> jax.Array:

@@ -33,6 +33,14 @@ def mosaic_gpu_missing() -> str | None:
     return None
 
 
+def is_unpartitioned() -> bool:
+    """Whether no partitioner will see it: one device, or inside `shard_map`."""
+    if jax.device_count() == 1:
+        return True
+    mesh = jax.sharding.get_abstract_mesh()
+    return bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
 @contextlib.contextmanager
 def abstract_tpu(kind: str = "TPU v5 lite") -> Any:
     """Inside, a program can be lowered for a TPU on a machine without one."""

@@ -31,7 +31,7 @@ from pallas_kernels import (
 )
 
 OURS = ("mosaic_gpu", "triton", "mosaic_tpu", "xla")
-ANCHOR = ("cudnn", "xla")
+ANCHOR = ("mosaic_gpu", "cudnn", "xla")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +59,9 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     if arguments.op == "anchor":
         names = _listed(arguments.implementations, ANCHOR, "--implementations")
+        if arguments.check:
+            chosen = _chosen((*cases.ANCHOR_SMALL, *cases.ANCHOR), arguments.cases)
+            return bench_anchor.checks(names, chosen, deadline)
         peers = _listed(arguments.peers, tuple(bench_anchor.PEERS), "--peers")
         chosen = _chosen(cases.ANCHOR, arguments.cases)
         return bench_anchor.results(arguments, names, peers, chosen, deadline)
@@ -84,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
   python -m pallas_kernels.bench --check --implementations mosaic_gpu
   python -m pallas_kernels.bench --cases 'block 64x' --implementations mosaic_gpu \\
       --peers torch_cudnn,cudnn --out b.json
-  python -m pallas_kernels.bench --op anchor --implementations cudnn \\
-      --config anchors=32,64,128 --peers torch_flex
+  python -m pallas_kernels.bench --op anchor --implementations mosaic_gpu,cudnn \\
+      --config anchors=32,64 key_tile=64,128 --peers torch_flex
   python -m pallas_kernels.bench --cases 'block 8x8192' --implementations mosaic_gpu \\
       --config max_parts=2,4,6 stages=4,5
 """,

@@ -5,6 +5,7 @@ the peak above what was allocated before.
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 import traceback
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import bench_check, bench_peers, bench_timing, cases
-from pallas_kernels.anchor_attention import anchor_attention, tuning
+from pallas_kernels.anchor_attention import anchor_attention, mosaic_gpu, tuning
 
 DIFFERENTIATED = ("query", "keys", "values", "own_keys", "own_values")
 
@@ -27,22 +28,11 @@ def results(
     chosen: Sequence[cases.AnchorCase],
     deadline: float,
 ) -> Iterator[dict[str, Any]]:
-    """One record for every case, implementation and number of anchors at a time."""
-    swept = {"anchors": [tuning.ChunksConfig().anchors], "skips_context": [1]}
-    for field in arguments.config:
-        key, _, values = field.partition("=")
-        if key not in swept:
-            raise SystemExit(
-                f"--config: anchor_attention has {', '.join(swept)}, got {key}"
-            )
-        swept[key] = [int(value) for value in values.split(",")]
-    configs = [
-        tuning.ChunksConfig(anchors, bool(skips))
-        for anchors, skips in itertools.product(*swept.values())
-    ]
+    """One record for every case, implementation and setting."""
+    swept = _swept(arguments.config, names)
     for case in chosen:
-        jobs: list[tuple[str, tuning.ChunksConfig | None]] = [
-            (name, config) for name in names for config in configs
+        jobs: list[tuple[str, Any]] = [
+            (name, config) for name in names for config in _configs(name, case, swept)
         ]
         for name, config in [*jobs, *((peer, None) for peer in peers)]:
             if time.monotonic() > deadline:
@@ -54,7 +44,7 @@ def results(
                 if config is None:
                     row |= PEERS[name](case, arguments.repetitions)
                 else:
-                    row |= _time(case, name, config, arguments.repetitions)
+                    row |= _time(case, name, config, arguments)
             except NotImplementedError as refusal:
                 row["refused"] = str(refusal)
             except bench_check.FAILURES:
@@ -63,20 +53,142 @@ def results(
             yield row
 
 
-def _time(
-    case: cases.AnchorCase,
+def checks(
+    names: Sequence[str], chosen: Sequence[cases.AnchorCase], deadline: float
+) -> Iterator[dict[str, Any]]:
+    """One record for every case and implementation: errors of output and gradients."""
+    for case in chosen:
+        arrays, masks = inputs_of(case)
+        weights = cases.drawn_on_device(7, arrays["query"].shape, arrays["query"].dtype)
+        wide = {key: x.astype(jnp.float32) for key, x in arrays.items()}
+        wanted = _run(wide, masks, weights, name="xla", config=None)
+        for name in names:
+            for config in _checked(name, case):
+                if time.monotonic() > deadline:
+                    return
+                row: dict[str, Any] = {"case": case.name, "implementation": name}
+                row["config"] = None if config is None else dataclasses.asdict(config)
+                try:
+                    found = _run(arrays, masks, weights, name=name, config=config)
+                except NotImplementedError as refusal:
+                    yield row | {"refused": str(refusal)}
+                    continue
+                except bench_check.FAILURES:
+                    yield row | {"error": traceback.format_exc()[-3000:]}
+                    continue
+                errors = {key: _error(found[key], wanted[key]) for key in wanted}
+                # Large scores make a softmax of one key, whose gradients are rounding.
+                bound = 1e-2 if case.magnitude <= 1 else float("inf")
+                is_wrong = not errors["out"] <= 1e-2
+                is_wrong |= not all(error < bound for error in errors.values())
+                yield row | {"relative_errors": errors, "is_wrong": is_wrong}
+
+
+def _run(*arguments: Any, name: str, config: Any) -> dict[str, jax.Array]:
+    call = functools.partial(gradients, name=name, config=config)
+    return jax.block_until_ready(jax.jit(call)(*arguments))
+
+
+def _error(found: jax.Array, wanted: jax.Array) -> float:
+    """||found - wanted|| / ||wanted||; where all that is wanted is 0, ||found||."""
+    difference = jnp.linalg.norm(jnp.ravel(found.astype(jnp.float32) - wanted))
+    norm = jnp.linalg.norm(jnp.ravel(wanted))
+    return float(difference / jnp.where(norm > 0, norm, 1.0))
+
+
+def gradients(
+    arrays: dict[str, jax.Array],
+    masks: dict[str, jax.Array],
+    weights: jax.Array,
     name: str,
-    config: tuning.ChunksConfig,
-    repetitions: int,
-) -> dict[str, Any]:
+    config: Any,
+) -> dict[str, jax.Array]:
+    """The output, and gradients of its product with the weights."""
+
+    def call(arrays: dict[str, jax.Array]) -> jax.Array:
+        return anchor_attention(**arrays, **masks, implementation=name, config=config)
+
+    out, pull = jax.vjp(call, arrays)
+    return pull(weights.astype(out.dtype))[0] | {"out": out}
+
+
+def _checked(name: str, case: cases.AnchorCase) -> list[Any]:
+    if name != "mosaic_gpu":
+        return [None]
+    make = functools.partial(_default, case)
+    return [
+        make(),
+        make(shares_rows=True, takes_turns=False, row_stages=2),
+        make(key_tile=64, stages=3, warpgroups=1),
+    ]
+
+
+def _default(case: cases.AnchorCase, **changes: Any) -> tuning.MosaicGpuConfig:
+    own = (case.batch, case.anchors, case.slots)
+    query = jax.ShapeDtypeStruct((*own, case.heads, case.width), case.dtype)
+    keys = (case.batch, case.kv_heads, case.length, case.width)
+    shape = mosaic_gpu.shape_of(query, jax.ShapeDtypeStruct(keys, case.dtype))
+    return dataclasses.replace(mosaic_gpu.default_config(shape), **changes)
+
+
+def inputs_of(
+    case: cases.AnchorCase,
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """What is differentiated, and what isn't."""
     inputs = cases.anchor_inputs(case, draw=cases.drawn_on_device)
-    arrays = {key: inputs[key] for key in DIFFERENTIATED}
-    num_context = inputs["num_context"]
+    arrays = {key: inputs.pop(key) for key in DIFFERENTIATED}
+    return arrays, inputs
+
+
+def shapes_of(case: cases.AnchorCase) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`inputs_of`, as shapes only."""
+    return jax.eval_shape(lambda: inputs_of(case))
+
+
+def _kind(name: str) -> Any:
+    return tuning.MosaicGpuConfig if name == "mosaic_gpu" else tuning.ChunksConfig
+
+
+def _swept(fields: Sequence[str], names: Sequence[str]) -> dict[str, list[int]]:
+    known = dict.fromkeys(
+        field.name for name in names for field in dataclasses.fields(_kind(name))
+    )
+    swept = {}
+    for field in fields:
+        key, _, values = field.partition("=")
+        if key not in known:
+            raise SystemExit(
+                f"--config: anchor_attention has {', '.join(known)}, got {key}"
+            )
+        swept[key] = [int(value) for value in values.split(",")]
+    return swept
+
+
+def _configs(
+    name: str, case: cases.AnchorCase, swept: dict[str, list[int]]
+) -> list[Any]:
+    """All combinations of the settings that this implementation has."""
+    start: Any = _default(case) if name == "mosaic_gpu" else tuning.ChunksConfig()
+    kinds = {
+        field.name: type(getattr(start, field.name))
+        for field in dataclasses.fields(start)
+    }
+    mine = {key: values for key, values in swept.items() if key in kinds}
+    return [
+        dataclasses.replace(
+            start, **{key: kinds[key](x) for key, x in zip(mine, chosen, strict=True)}
+        )
+        for chosen in itertools.product(*mine.values())
+    ]
+
+
+def _time(
+    case: cases.AnchorCase, name: str, config: Any, arguments: Any
+) -> dict[str, Any]:
+    arrays, masks = inputs_of(case)
 
     def forward(arrays: dict[str, jax.Array]) -> jax.Array:
-        return anchor_attention(
-            **arrays, num_context=num_context, implementation=name, config=config
-        )
+        return anchor_attention(**arrays, **masks, implementation=name, config=config)
 
     def step(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         # The gradients are the next arguments, scaled to stay of one size.
@@ -94,14 +206,23 @@ def _time(
     both = jax.jit(step).lower(arrays).compile()
     only = jax.jit(again).lower(arrays).compile()
     timings = [
-        bench_timing.chained(run, arrays, calls=1, repetitions=repetitions)
+        bench_timing.chained(run, arrays, calls=1, repetitions=arguments.repetitions)
         for run in (both, only)
     ]
     memory = both.memory_analysis()
-    return timings[0].microseconds() | {
-        "forward_us": round(timings[1].median * 1e6, 2),
-        "temporary_mb": round(memory.temp_size_in_bytes / 1e6, 1) if memory else None,
-    }
+    more = {}
+    if arguments.kernels:
+        more["kernels_us"] = bench_timing.kernels(both, arrays)
+    return (
+        timings[0].microseconds()
+        | {
+            "forward_us": round(timings[1].median * 1e6, 2),
+            "temporary_mb": round(memory.temp_size_in_bytes / 1e6, 1)
+            if memory
+            else None,
+        }
+        | more
+    )
 
 
 def _torch_flex(case: cases.AnchorCase, repetitions: int) -> dict[str, Any]:

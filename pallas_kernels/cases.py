@@ -141,19 +141,40 @@ BENCH = (
 
 @dataclasses.dataclass(frozen=True)
 class AnchorCase:
-    """One call of `anchor_attention`: the shapes of Qwen3-4B's drafter."""
+    """One call of `anchor_attention`: by default at the shapes of Qwen3-4B's drafter.
+
+    Attributes:
+      magnitude: factor of the scores.
+      is_masked: anchors in any order, some of them dropped, and some slots absent.
+    """
 
     name: str
     length: int
+    batch: int = 1
     anchors: int = 512
     slots: int = 7
     heads: int = 32
     kv_heads: int = 8
     width: int = 128
     dtype: str = "bfloat16"
+    magnitude: float = 1.0
+    is_masked: bool = False
 
 
 ANCHOR = (AnchorCase("anchor 2048", 2048), AnchorCase("anchor 4096", 4096))
+_small = functools.partial(AnchorCase, heads=4, kv_heads=1, width=64, is_masked=True)
+ANCHOR_SMALL = (
+    _small("ragged", 150, anchors=5),
+    _small("two sequences, two heads", 130, batch=2, anchors=3, heads=8, kv_heads=2),
+    _small("three heads a kv head", 100, anchors=5, heads=3),
+    _small("one head, one slot", 40, anchors=20, slots=1, heads=2, kv_heads=2),
+    _small("eight heads, width 128", 192, anchors=6, slots=8, heads=8, width=128),
+    _small("sixteen slots", 70, anchors=5, slots=16),
+    _small("many anchors", 700, anchors=70, width=128, heads=8, kv_heads=2),
+    _small("no context", 64, anchors=1, slots=3),
+    _small("huge logits", 90, anchors=5, magnitude=1e4),
+    _small("tiny logits", 90, anchors=5, magnitude=1e-6),
+)
 
 Draw = Callable[[int, tuple[int, ...], Any], jax.Array]
 
@@ -259,20 +280,36 @@ def _paged(found: list[jax.Array], page: int) -> tuple[list[jax.Array], jax.Arra
 
 
 def anchor_inputs(case: AnchorCase, *, draw: Draw = drawn_on_host) -> dict[str, Any]:
-    """Random arguments of a case for one sequence; anchors in ascending order."""
+    """Random arguments of a case; anchors in ascending order, if it isn't masked."""
     seed = zlib.crc32(case.name.encode())
     dtype = jnp.dtype(case.dtype)
-    own = (1, case.anchors, case.slots)
+    own = (case.batch, case.anchors, case.slots)
+    context = (case.batch, case.kv_heads, case.length, case.width)
     shapes = {
         "query": (*own, case.heads, case.width),
-        "keys": (1, case.kv_heads, case.length, case.width),
-        "values": (1, case.kv_heads, case.length, case.width),
+        "keys": context,
+        "values": context,
         "own_keys": (*own, case.kv_heads, case.width),
         "own_values": (*own, case.kv_heads, case.width),
     }
-    found = {
+    found: dict[str, Any] = {
         name: draw(seed + i, shape, dtype)
         for i, (name, shape) in enumerate(shapes.items())
     }
-    places = np.random.default_rng(seed).permutation(case.length)[: case.anchors]
-    return found | {"num_context": jnp.asarray(np.sort(places)[None], jnp.int32)}
+    if case.magnitude != 1:
+        found["query"] = found["query"] * jnp.asarray(case.magnitude, dtype)
+    random = np.random.default_rng(seed)
+    if not case.is_masked:
+        places = random.permutation(case.length)[: case.anchors]
+        places = np.broadcast_to(np.sort(places)[None], own[:2])
+        return found | {"num_context": jnp.asarray(places, jnp.int32)}
+    places = random.integers(0, case.length + 1, own[:2])
+    places[:, 0] = 0
+    sizes = random.integers(1, case.slots + 1, (*own[:2], 1))
+    kept = random.random(own[:2]) < 0.75
+    kept[:, 0] = True
+    return found | {
+        "num_context": jnp.asarray(places, jnp.int32),
+        "present": jnp.asarray(np.arange(case.slots)[None, None] < sizes),
+        "kept": jnp.asarray(kept),
+    }

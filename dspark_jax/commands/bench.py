@@ -1,16 +1,28 @@
-"""`dspark bench`: what serving brings on this device, measured."""
+"""`dspark bench`: serving, or a speculative round, measured on this device."""
 
 import argparse
 import json
 
 from dspark_jax import config
-from dspark_jax.commands import failure, options
+from dspark_jax.commands import bench_round, failure, options
 
 SHAPES = ("qwen3-4b", "tiny")
 DEFAULT_CONCURRENCY = [1, 4, 16]
 
-SUMMARY = "measure serving: throughput against speed for the user, by mode"
+SUMMARY = "measure serving by mode, or a speculative round against its floor"
 DESCRIPTION = """\
+bench serve compares the modes of the serving engine under load; bench round times a
+speculative round and its parts against what the device's memory allows.
+"""
+EPILOG = """\
+examples:
+  dspark bench serve --output serve.json --plot serve.png
+  dspark bench round --batches 1 8 --output round.json --plot round.png
+  dspark bench serve --help
+  dspark bench round --help
+"""
+_SERVE_SUMMARY = "throughput against speed for the user, by mode"
+_SERVE_DESCRIPTION = """\
 bench serve runs the same list of requests through the serving engine in every mode, in
 turns, at several loads: a closed loop (as many requests at once as --concurrency says)
 and Poisson arrivals (--rates, requests a second). Greedy or seeded, so that all modes
@@ -18,7 +30,7 @@ say the same words. It reports tokens a second, tokens a second and user, the me
 verify window of every domain, and the ratio of each mode to the better of plain and
 static with its 95 % interval. The JSON is saved after every repeat.
 """
-EPILOG = """\
+_SERVE_EPILOG = """\
 examples:
   dspark bench serve --output serve.json --plot serve.png
   dspark bench serve --prompts prompts.jsonl --concurrency 1 8 32 --repeats 7
@@ -33,8 +45,39 @@ acceptance is replayed from measured data (the JSON of `dspark calibrate --json`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `dspark bench`."""
-    parser.add_argument("what", choices=("serve",), help="what to measure")
+    """Adds what `dspark bench` measures, each with its options."""
+    kinds = parser.add_subparsers(
+        dest="what", metavar="WHAT", required=True, title="what to measure"
+    )
+    for name, summary, description, epilog, add in (
+        ("serve", _SERVE_SUMMARY, _SERVE_DESCRIPTION, _SERVE_EPILOG, _add_serve),
+        (
+            "round",
+            bench_round.SUMMARY,
+            bench_round.DESCRIPTION,
+            bench_round.EPILOG,
+            bench_round.add_arguments,
+        ),
+    ):
+        kind = kinds.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        add(kind)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns its exit status."""
+    if arguments.what == "round":
+        return bench_round.run(arguments)
+    return _serve(arguments)
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
     options.add_drafter(parser)
     add = parser.add_argument_group("load").add_argument
     add("--prompts", metavar="FILE", help="JSON Lines: id, domain, prompt")
@@ -129,8 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Runs the command and returns its exit status."""
+def _serve(arguments: argparse.Namespace) -> int:
     _check(arguments)
     from dspark_jax.evaluation import plots
 

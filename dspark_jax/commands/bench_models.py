@@ -95,7 +95,7 @@ def _random(arguments: argparse.Namespace) -> BenchModels:
     drafters.models.keep_compiled_programs()
     with failure.of_input():
         replay = replay_lib.read(arguments.replay, arguments.replay_domains)
-        target_config, drafter_config = _configs(arguments)
+        target_config, drafter_config = random_configs(arguments)
         target = decoder.make_target(target_config)
         drafter = dspark.make_drafter(drafter_config, target)
         scripted, replaying = replay_lib.make_models(target, drafter, replay)
@@ -144,7 +144,9 @@ def _random(arguments: argparse.Namespace) -> BenchModels:
     )
 
 
-def _configs(arguments: argparse.Namespace) -> tuple[DecoderConfig, DrafterConfig]:
+def random_configs(
+    arguments: argparse.Namespace,
+) -> tuple[DecoderConfig, DrafterConfig]:
     """Qwen3-4B with a drafter of the shapes that DeepSpec publishes, or tiny ones."""
     dtype = arguments.dtype
     if arguments.shapes == "tiny":
@@ -170,4 +172,10 @@ def _configs(arguments: argparse.Namespace) -> tuple[DecoderConfig, DrafterConfi
             **draft,
         }
     )
-    return dataclasses.replace(target, param_dtype=dtype, compute_dtype=dtype), drafter
+    target = dataclasses.replace(
+        target,
+        param_dtype=dtype,
+        compute_dtype=dtype,
+        attention=arguments.attention,
+    )
+    return target, drafter

@@ -42,6 +42,7 @@ class _Bench:
             **provenance.of_machine(),
             **models.about,
             "dtype": arguments.dtype,
+            "attention": arguments.attention,
             "rule": bench.rule_of(arguments),
             "temperature": arguments.temperature,
             "seed": arguments.seed,

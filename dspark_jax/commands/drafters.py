@@ -65,7 +65,10 @@ def load(
         with terminal.status("loading the models"):
             tokenizer = tokenizer_lib.load_tokenizer(path)
             target, target_params = target_lib.load_target(
-                path, param_dtype=arguments.dtype, compute_dtype=arguments.dtype
+                path,
+                param_dtype=arguments.dtype,
+                compute_dtype=arguments.dtype,
+                attention=arguments.attention,
             )
             drafters = [
                 _load_drafter(arguments, name, source, target, target_params)

@@ -34,6 +34,12 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         help="draft among the N most frequent tokens (default: all)",
     )
     add("--candidates", type=int, metavar="N", help="draft among N tokens a position")
+    add(
+        "--attention",
+        choices=config.ATTENTIONS,
+        default="auto",
+        help="over the caches: XLA, a kernel, or what was measured fastest (auto)",
+    )
 
 
 def add_drafter(parser: argparse.ArgumentParser) -> None:

@@ -87,7 +87,7 @@ def start(
         finish=jnp.full((rows,), RUNNING, jnp.int32),
         target_cache=cache,
         drafter_state=state,
-        stats=None if drafter is None else _empty_stats(lengths, draft_length),
+        stats=None if drafter is None else empty_stats(lengths, draft_length),
         logprobs=_empty_logprobs(rows, capacity) if return_logprobs else None,
     )
     return draw_first(decode, hidden, stop_tokens, target, target_params, settings)
@@ -232,7 +232,9 @@ def _feed(
     return carry[1:]
 
 
-def _empty_stats(lengths: Int[Array, "B"], draft_length: int) -> Stats:
+def empty_stats(lengths: Int[Array, "B"], draft_length: int) -> Stats:
+    """Counts of nothing, for requests whose lengths are [B]."""
+
     # Made of `lengths`, so that inside `shard_map` they vary over the mesh as the
     # counts that a loop adds to them do; each its own array, so that it can be donated.
     def zeros(*sizes: int) -> jax.Array:

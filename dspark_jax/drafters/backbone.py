@@ -103,6 +103,33 @@ def block_hidden(
     return layers.rms_norm(x, params.final_norm, config.block.rms_eps)
 
 
+def cached_block_hidden(
+    params: BackboneParams,
+    config: DrafterConfig,
+    inputs: Float[Array, "B K D"],
+    positions: Int[Array, "B K"],
+    cache: Any,
+) -> tuple[Float[Array, "B K D"], Any]:
+    """`block_hidden` of one block a request over its cached context, and the cache.
+
+    Args:
+      inputs: embeddings of (anchor, mask, ..., mask).
+      positions: absolute; a .. a + K - 1.
+      cache: with `attend_block`, a `DenseCache` or a `PagedCache`.
+    """
+    x, at = inputs[:, None], positions[:, None]  # [B, 1, K, D], [B, 1, K]
+    for index, block_params in enumerate(params.layers):
+
+        def attend(query, key, value, index=index, cache=cache):
+            rows = (row[:, 0] for row in (query, key, value))
+            out, cache = cache.attend_block(index, *rows, positions)
+            return out[:, None], cache
+
+        x, cache = layers.block(block_params, config.block, x, at, attend)
+    hidden = layers.rms_norm(x, params.final_norm, config.block.rms_eps)
+    return hidden[:, 0], cache
+
+
 def block_inputs(
     config: DrafterConfig, anchor: Int[Array, "..."], length: int
 ) -> Int[Array, "... K"]:

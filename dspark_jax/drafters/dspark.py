@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import checks, kv_cache, layers
+from dspark_jax import candidates, checks, kv_cache, layers
 from dspark_jax.config import DrafterConfig
 from dspark_jax.drafters import backbone, confidence, markov
 from dspark_jax.sampling import DraftSampler
@@ -52,7 +52,7 @@ def make_drafter(config: DrafterConfig, target: Target) -> Drafter:
     arguments = (config, target)
     return Drafter(
         config=config,
-        init_state=Bound(_init_state, (config,)),
+        init_state=Bound(_init_state, (config, _implementation(target))),
         observe=Bound(_observe, (config,)),
         propose=Bound(_propose, arguments),
     )
@@ -118,8 +118,66 @@ def with_draft_vocabulary(
     )
 
 
+def block_logits(
+    config: DrafterConfig,
+    target: Target,
+    params: DSparkParams,
+    target_params: PyTree,
+    state: kv_cache.DenseCache,
+    anchor: Int[Array, "B"],
+    position: Int[Array, "B"],
+    length: int,
+) -> tuple[
+    Float[Array, "B K D"],
+    Float[Array, "B K N"],
+    Int[Array, "N"] | None,
+    kv_cache.DenseCache,
+]:
+    """The parallel part: hidden states and base logits of a block of `length` slots.
+
+    Returns:
+      Hidden states, base logits, the token of each logit (None: its index), and the
+      state, in which the block's own keys may lie.
+    """
+    dtype = layers.dtype_of(config.compute_dtype)
+    inputs = backbone.block_inputs(config, anchor, length)  # [B, K]
+    if params.embed is None:
+        embedded = target.embed(target_params, inputs).astype(dtype)
+    else:
+        embedded = layers.embed(params.embed, inputs, dtype)
+    positions = position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    hidden, state = backbone.cached_block_hidden(
+        params.backbone, config, embedded, positions, state
+    )
+    base_logits, ids = _base_logits(params, target, target_params, hidden)
+    return hidden, base_logits, ids, state
+
+
+def draw(
+    config: DrafterConfig,
+    params: DSparkParams,
+    sampler: DraftSampler,
+    anchor: Int[Array, "B"],
+    hidden: Float[Array, "B K D"],
+    base_logits: Float[Array, "B K N"],
+    ids: Int[Array, "N"] | None,
+) -> Draft:
+    """The sequential part: the Markov head's draws, among candidates if asked."""
+    rows = None  # [B, K, N], rows of W2 when drafting among candidates
+    if sampler.candidates is not None:
+        num = min(sampler.candidates, base_logits.shape[-1])
+        base_logits, rows = candidates.best(base_logits, num)
+        ids = rows if ids is None else ids[rows]
+    return _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
+
+
+def _implementation(target: Target) -> str:
+    """The target's choice of attention; targets of users may have none."""
+    return getattr(target.config, "attention", "auto")
+
+
 def _init_state(
-    config: DrafterConfig, batch: int, capacity: int
+    config: DrafterConfig, implementation: str, batch: int, capacity: int
 ) -> kv_cache.DenseCache:
     return kv_cache.DenseCache.create(
         config.num_layers,
@@ -128,6 +186,8 @@ def _init_state(
         config.block.num_kv_heads,
         config.block.head_width,
         layers.dtype_of(config.compute_dtype),
+        implementation,
+        spare=config.block_size,
     )
 
 
@@ -157,31 +217,17 @@ def _propose(
     position: Int[Array, "B"],
     sampler: DraftSampler,
 ) -> tuple[Draft, kv_cache.DenseCache]:
-    length = sampler.draft_length
-    dtype = layers.dtype_of(config.compute_dtype)
-    inputs = backbone.block_inputs(config, anchor, length)  # [B, K]
-    if params.embed is None:
-        embedded = target.embed(target_params, inputs).astype(dtype)
-    else:
-        embedded = layers.embed(params.embed, inputs, dtype)
-    positions = position[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-    index = jnp.arange(state.capacity, dtype=jnp.int32)
-    hidden = backbone.block_hidden(
-        params.backbone,
+    hidden, base_logits, ids, state = block_logits(
         config,
-        embedded[:, None],
-        positions[:, None],
-        [state.context(layer) for layer in range(config.num_layers)],
-        index[None, None] < position[:, None, None],
-    )[:, 0]  # [B, K, D]
-    base_logits, ids = _base_logits(params, target, target_params, hidden)
-    rows = None  # [B, K, N], rows of W2 when drafting among candidates
-    if sampler.candidates is not None:
-        num = min(sampler.candidates, base_logits.shape[-1])
-        base_logits, rows = jax.lax.top_k(base_logits, num)
-        ids = rows if ids is None else ids[rows]
-    draft = _draw_block(config, params, sampler, anchor, hidden, base_logits, ids, rows)
-    return draft, state
+        target,
+        params,
+        target_params,
+        state,
+        anchor,
+        position,
+        sampler.draft_length,
+    )
+    return draw(config, params, sampler, anchor, hidden, base_logits, ids), state
 
 
 def _base_logits(
@@ -212,31 +258,42 @@ def _draw_block(
         w2 = params.markov.w2
         if params.draft_vocabulary is not None:
             w2 = params.draft_vocabulary.w2
-    previous = anchor
+    token = anchor
     state = markov.initial_state(config, (batch,))
     slots: list[tuple] = []
     for slot in range(length):
-        slot_hidden, logits, embedding = hidden[:, slot], base_logits[:, slot], None
+        logits = base_logits[:, slot]
         if params.markov is not None:
-            embedding = markov.embedding(params.markov, config, previous)
             feature, state = markov.feature(
-                params.markov, config, slot_hidden, embedding, state
+                params.markov,
+                config,
+                hidden[:, slot],
+                markov.embedding(params.markov, config, token),
+                state,
             )
             if rows is None:
                 logits = logits + markov.transition_bias(w2, feature)
             else:
                 logits = logits + markov.candidate_bias(w2, feature, rows[:, slot])
-        confidence_logit = None
-        if params.confidence is not None:
-            confidence_logit = confidence.logits(
-                params.confidence, config, slot_hidden, embedding
-            )
         slot_ids = ids[:, slot] if ids is not None and ids.ndim == 3 else ids
-        previous, probability, row = sampler.draw(slot, logits, slot_ids)
-        slots.append((previous, probability, logits, row, confidence_logit))
-    # [B] or [B, N] a slot -> [B, K] or [B, K, N]; a field that is None stays None.
+        choice = sampler.choose(slot, logits, slot_ids)
+        token = choice.token
+        slots.append((choice, logits))
+    # [B] or [B, N] a slot -> [B, K] or [B, K, N]; a Row that is None stays None.
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *slots)
-    tokens, probability, logits, row, confidence_logits = stacked
+    choices, logits = stacked
+    tokens = choices.token
+    # What no later draw needs is left to here, where it is done for all slots at once.
+    probability, row = sampler.describe(logits, choices)
+    confidence_logits = None
+    if params.confidence is not None:
+        embedding = None
+        if params.markov is not None:
+            previous = jnp.concatenate([anchor[:, None], tokens[:, :-1]], axis=1)
+            embedding = markov.embedding(params.markov, config, previous)
+        confidence_logits = confidence.logits(
+            params.confidence, config, hidden, embedding
+        )
     return Draft(
         tokens=tokens,
         probability=probability,

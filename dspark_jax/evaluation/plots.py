@@ -2,14 +2,15 @@
 
 They show what the JSON holds: conditional acceptance by slot (the paper's Figure 2), τ
 by domain, τ by depth and by block size (3, 4), threshold curves (5), reliability
-diagrams (6), step costs, and throughput by load (7). matplotlib is the extra `plots`.
+diagrams (6), step costs, throughput by load (7), and the roofline of a
+round. matplotlib is the extra `plots`.
 """
 
 import contextlib
 import importlib.util
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -283,6 +284,42 @@ def throughput(path: str | os.PathLike, points: Sequence[Mapping[str, Any]]) -> 
             axis.set_xlabel("tokens/s for a user")
         axes[0].set_ylabel("tokens/s of the engine")
         if points:
+            _legend(axes[0])
+
+
+def roofline(
+    path: str | os.PathLike,
+    rows: Iterable[Mapping[str, Any]],
+    ceiling: Mapping[str, float],
+) -> None:
+    """FLOP/s over FLOPs a byte under the measured ceilings, a panel a variant.
+
+    Args:
+      rows: parts of `dspark bench round --json`, each with part, variant and batch.
+      ceiling: copy_tb_per_s and matmul_tflops of the same run.
+    """
+    by_variant: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_variant.setdefault(row["variant"], []).append(row)
+    names = list(dict.fromkeys(row["part"] for v in by_variant.values() for row in v))
+    with _figure(path, max(len(by_variant), 1), width=4.4) as axes:
+        for axis, (variant, found) in zip(axes, by_variant.items(), strict=False):
+            for name in names:
+                mine = [row for row in found if row["part"] == name and row["flops"]]
+                x = [row["flops"] / row["bytes"] for row in mine]
+                y = [row["flops"] / row["ms"] / 1e9 for row in mine]
+                axis.plot(x, y, "o", ms=4, label=name)
+                for place in zip(x, y, [row["batch"] for row in mine], strict=True):
+                    axis.annotate(place[2], place[:2], fontsize=6)
+            span = np.geomspace(0.1, 1e4, 200)
+            roof = np.minimum(span * ceiling["copy_tb_per_s"], ceiling["matmul_tflops"])
+            axis.plot(span, roof, color="black", lw=0.8)
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_title(variant, fontsize=8)
+            axis.set_xlabel("FLOPs a byte")
+        axes[0].set_ylabel("TFLOP/s")
+        if by_variant:
             _legend(axes[0])
 
 

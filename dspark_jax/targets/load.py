@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from dspark_jax import layers, tensor_files
-from dspark_jax.config import BlockConfig, DecoderConfig
+from dspark_jax.config import Attention, BlockConfig, DecoderConfig
 from dspark_jax.targets import decoder, fetch, files
 from dspark_jax.types import Target
 
@@ -48,6 +48,7 @@ def load_target(
     *,
     param_dtype: str | None = "float32",
     compute_dtype: str | None = None,
+    attention: Attention = "auto",
 ) -> tuple[Target, decoder.DecoderParams]:
     """Loads a target model and its parameters.
 
@@ -56,6 +57,7 @@ def load_target(
         file, or a hub name "org/name" (needs the extra `hub`).
       param_dtype: dtype of the parameters; None keeps the file's (float32 for GGUF).
       compute_dtype: dtype of the matrix products; None takes `param_dtype`.
+      attention: how its caches, and its drafter's, are attended (`DecoderConfig`).
 
     Returns:
       The target (static, hashable) and its parameters, on the default device.
@@ -64,10 +66,13 @@ def load_target(
       ValueError: a damaged file, tensors that do not fit, or an unsupported field.
       FileNotFoundError: no such source.
     """
-    return from_host(files.read(fetch.locate(source), param_dtype, compute_dtype))
+    host = files.read(fetch.locate(source), param_dtype, compute_dtype)
+    return from_host(host, attention)
 
 
-def from_host(host: files.HostTarget) -> tuple[Target, decoder.DecoderParams]:
+def from_host(
+    host: files.HostTarget, attention: Attention = "auto"
+) -> tuple[Target, decoder.DecoderParams]:
     """The target of files that were read; its parameters on the default device.
 
     Raises:
@@ -77,7 +82,9 @@ def from_host(host: files.HostTarget) -> tuple[Target, decoder.DecoderParams]:
     tensor_files.check_num_layers(config.num_layers, tensors, path)
     tensor_files.check_tensors(tensors, expected_shapes(config), path)
     config = dataclasses.replace(
-        config, fingerprint=fingerprint(config, tensors["model.norm.weight"])
+        config,
+        fingerprint=fingerprint(config, tensors["model.norm.weight"]),
+        attention=attention,
     )
     return decoder.make_target(config), _params(config, tensors)
 

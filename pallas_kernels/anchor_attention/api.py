@@ -8,9 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _dispatch
-from pallas_kernels.anchor_attention import chunks, joined, reference, tuning
+from pallas_kernels.anchor_attention import (
+    chunks,
+    joined,
+    mosaic_gpu,
+    reference,
+    tuning,
+)
 
 PREFERRED: dict[str, tuple[str, ...]] = {"gpu": ("cudnn",)}
+Config = tuning.ChunksConfig | tuning.MosaicGpuConfig
 
 
 def anchor_attention(
@@ -25,7 +32,7 @@ def anchor_attention(
     kept: jax.Array | None = None,
     scale: float | None = None,
     implementation: str | None = None,
-    config: tuning.ChunksConfig | None = None,
+    config: Config | None = None,
 ) -> jax.Array:
     """Rows see the context strictly before their anchor, and their own block.
 
@@ -43,44 +50,58 @@ def anchor_attention(
       kept: bool [B, A]; a dropped anchor's rows are zero and get no gradient; None =
         all are kept.
       scale: factor of the scores; None = E**-0.5.
-      implementation: "xla" or "cudnn"; None = the first that can run these arrays on
-        the default backend.
-      config: how many anchors are taken at a time.
+      implementation: "xla", "cudnn" or "mosaic_gpu" (NVIDIA's Hopper); None = the
+        first that can run these arrays on the default backend.
+      config: that implementation's settings, `tuning.MosaicGpuConfig` or, for the
+        others, how many anchors are taken at a time.
 
     Returns:
       [B, A, K, H, E], in the query's dtype.
 
     Raises:
       ValueError: shapes that don't fit one another, or an unknown implementation.
+      TypeError: the settings are another implementation's.
       NotImplementedError: the named implementation can't run these arrays.
     """
     _check(query, keys, values, own_keys, own_values, num_context, present, kept)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    tiles = config if isinstance(config, tuning.MosaicGpuConfig) else None
     refusals: dict[str, _dispatch.Refusal] = {
         "xla": lambda: None,
         "cudnn": lambda: joined.supports(query, keys),
+        "mosaic_gpu": lambda: mosaic_gpu.supports(
+            query, keys, scale=scale, config=tiles
+        ),
     }
     name = _dispatch.choose(implementation, refusals, PREFERRED)
-    config = tuning.ChunksConfig() if config is None else config
-    function: Callable[..., jax.Array] = reference.attend
-    if name == "cudnn":
-        function = functools.partial(joined.attend, skips_context=config.skips_context)
+    _check_config(name, config)
     if present is None:
         present = jnp.ones(query.shape[:3], jnp.bool_)
-    out = chunks.attend(
-        function,
-        query,
-        keys,
-        values,
-        own_keys,
-        own_values,
-        num_context,
-        present,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        anchors=config.anchors,
-    )
+    arrays = (query, keys, values, own_keys, own_values, num_context, present)
+    if name == "mosaic_gpu":
+        if kept is None:
+            kept = jnp.ones(query.shape[:2], jnp.bool_)
+        return mosaic_gpu.attend(*arrays, kept, scale, config=tiles)
+    settings = config if isinstance(config, tuning.ChunksConfig) else None
+    settings = tuning.ChunksConfig() if settings is None else settings
+    function: Callable[..., jax.Array] = reference.attend
+    if name == "cudnn":
+        function = functools.partial(
+            joined.attend, skips_context=settings.skips_context
+        )
+    out = chunks.attend(function, *arrays, scale, anchors=settings.anchors)
     if kept is None:
         return out
     return jnp.where(kept[:, :, None, None, None], out, jnp.zeros_like(out))
+
+
+def _check_config(name: str, config: Config | None) -> None:
+    wanted = {"mosaic_gpu": tuning.MosaicGpuConfig}.get(name, tuning.ChunksConfig)
+    if config is not None and not isinstance(config, wanted):
+        raise TypeError(
+            f"`config` of implementation {name!r} must be a {wanted.__name__}, got "
+            f"{config}"
+        )
 
 
 def _check(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _compat, _dispatch
 from pallas_kernels.cached_attention import (
     mosaic_gpu,
     mosaic_tpu,
@@ -95,27 +95,29 @@ def verify_attention(
     keys: jax.Array,
     values: jax.Array,
     *,
-    slots: jax.Array,
     num_keys: jax.Array,
-    max_rows: int,
+    slots: jax.Array | None = None,
+    max_rows: int | None = None,
     page_table: jax.Array | None = None,
     window: int | None = None,
     scale: float | None = None,
     implementation: str | None = None,
     config: Any = None,
 ) -> jax.Array:
-    """Attention of packed rows, each of which sees the keys up to its own.
+    """Attention of verified rows, each of which sees the keys up to its own.
 
     A row at position p has `num_keys` = p + 1, its own key being in the cache already.
-    Rows of one slot are consecutive, 1 to `max_rows` of them.
+    Packed rows of one slot are consecutive, 1 to `max_rows` of them; windows have W
+    rows each, window b reads row b of the cache or of the table.
 
     Args:
-      query: [T, H, E].
+      query: packed rows [T, H, E], or windows [B, W, H, E].
       keys: [B, G, C, E], or pages [num_pages, G, page, E].
       values: as keys.
-      slots: int32 [T], the row of the cache or of the table; -1 = padding.
-      num_keys: int32 [T]; 0 = padding.
-      max_rows: static; rows a slot has at most (K + 1).
+      num_keys: int32 [T] or [B, W]; 0 = padding.
+      slots: int32 [T], the row of the cache or of the table; -1 = padding. None with
+        windows.
+      max_rows: static; rows a slot has at most (K + 1). None with windows.
       page_table: int32 [slots, max_pages] for a paged cache.
       window: as for `block_attention`, and so on.
       scale: as there.
@@ -123,25 +125,35 @@ def verify_attention(
       config: as there.
 
     Returns:
-      [T, H, E]; padding rows are zero.
+      As the query; padding rows are zero.
 
     Raises:
       ValueError: shapes that don't fit one another, or an unknown implementation.
       NotImplementedError: the named implementation can't run these arrays.
     """
-    _check_rank("query", query, 3)
-    total, heads, _ = query.shape
+    _check_rank("query", query, 4 if slots is None else 3)
+    heads, width = query.shape[-2:]
     _check_cache(query, keys, values, page_table, heads, window)
-    _check_int("slots", slots, (total,))
-    _check_int("num_keys", num_keys, (total,))
-    if not max_rows >= 1:
-        raise ValueError(f"`max_rows` must be at least 1, got {max_rows}")
     available = keys.shape[0] if page_table is None else page_table.shape[0]
-    runs = runs_lib.of_packed(
-        slots, num_keys, num_slots=available, max_rows=min(max_rows, total)
-    )
+    if slots is None:
+        if query.shape[0] != available:
+            raise ValueError(
+                "windows must be as many as rows of the cache, or of the table, "
+                f"{available}, got {query.shape[0]}"
+            )
+        _check_int("num_keys", num_keys, query.shape[:2])
+        runs = runs_lib.of_windows(num_keys)
+    else:
+        total = query.shape[0]
+        _check_int("slots", slots, (total,))
+        _check_int("num_keys", num_keys, (total,))
+        if max_rows is None or not max_rows >= 1:
+            raise ValueError(f"`max_rows` must be at least 1, got {max_rows}")
+        runs = runs_lib.of_packed(
+            slots, num_keys, num_slots=available, max_rows=min(max_rows, total)
+        )
     out = _attend(
-        query,
+        query.reshape(-1, heads, width),
         keys,
         values,
         runs,
@@ -151,8 +163,42 @@ def verify_attention(
         implementation=implementation,
         config=config,
     )
+    if slots is None:  # every row is of some run, and was written
+        return out.reshape(query.shape)
     is_row = (slots >= 0) & (num_keys > 0)
     return jnp.where(is_row[:, None, None], out, jnp.zeros_like(out))
+
+
+def fastest(query: Any, keys: Any, *, rows: int, page_table: Any | None = None) -> str:
+    """The implementation that was measured fastest here: "mosaic_gpu" or "xla".
+
+    Where nothing was measured, and on all other platforms, it is "xla". On several
+    devices too, outside of `shard_map`: a partitioner would gather a kernel's operands.
+
+    Args:
+      query: [.., H, E]; only shapes and dtypes are read.
+      keys: the cache, dense or pages.
+      rows: of a window at most.
+      page_table: [slots, max_pages] for a paged cache.
+    """
+    if _dispatch.platform() != "gpu" or not _compat.is_unpartitioned():
+        return "xla"
+    flat = jax.ShapeDtypeStruct((1, *query.shape[-2:]), query.dtype)
+    paged = page_table is not None
+    refusal = _first_of(
+        _needs_hopper, lambda: mosaic_gpu.supports(flat, keys, paged=paged)
+    )
+    if refusal() is not None:
+        return "xla"
+    pool, kv_heads, key_rows, width = keys.shape
+    positions = pool * key_rows
+    if page_table is not None:
+        positions = page_table.shape[0] * page_table.shape[1] * key_rows
+    is_faster = tuning.mosaic_gpu_is_faster(
+        num_bytes=2 * positions * kv_heads * width * keys.dtype.itemsize,
+        folded_rows=rows * (query.shape[-2] // kv_heads),
+    )
+    return "mosaic_gpu" if is_faster else "xla"
 
 
 def _attend(

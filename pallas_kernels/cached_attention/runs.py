@@ -49,6 +49,12 @@ def of_blocks(num_keys: jax.Array, slots: jax.Array | None, rows: int) -> Runs:
     )
 
 
+def of_windows(num_keys: jax.Array) -> Runs:
+    """Windows of W rows each; window n reads slot n. `num_keys` is int32 [N, W]."""
+    blocks = of_blocks(num_keys[:, 0], None, num_keys.shape[1])
+    return blocks._replace(num_keys=num_keys)
+
+
 def of_packed(
     slots: jax.Array, num_keys: jax.Array, *, num_slots: int, max_rows: int
 ) -> Runs:

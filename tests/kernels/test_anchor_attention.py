@@ -191,7 +191,7 @@ def test_bfloat16_gradients_of_the_context_are_summed_in_float32():
         ),
         (
             lambda a, m: m.update(implementation="triton"),
-            "`implementation` must be one of 'xla', 'cudnn', got 'triton'",
+            "`implementation` must be one of 'xla', 'cudnn', 'mosaic_gpu', got",
         ),
     ],
 )

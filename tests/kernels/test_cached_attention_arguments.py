@@ -28,6 +28,12 @@ def block(query=(2, 3, 4, 64), keys=(2, 2, 64, 64), values=None, **more):
     )
 
 
+def windows(query=(2, 3, 4, 64), **more):
+    more = {"num_keys": jnp.zeros(query[:2], jnp.int32)} | more
+    cache = jnp.zeros((2, 2, 64, 64), bf16)
+    return verify_attention(jnp.zeros(query, bf16), cache, cache, **more)
+
+
 def verify(**more):
     numbers = jnp.zeros((3,), jnp.int32)
     more = {"slots": numbers, "num_keys": numbers, "max_rows": 2} | more
@@ -81,6 +87,19 @@ def verify(**more):
             "'mosaic_tpu', got 'cuda'",
         ),
         (lambda: verify(max_rows=0), "`max_rows` must be at least 1, got 0"),
+        (lambda: verify(max_rows=None), "`max_rows` must be at least 1, got None"),
+        (
+            lambda: windows(query=(2, 3, 64)),
+            "`query` must have 4 axes, got shape (2, 3, 64)",
+        ),
+        (
+            lambda: windows(query=(3, 3, 4, 64)),
+            "windows must be as many as rows of the cache, or of the table, 2, got 3",
+        ),
+        (
+            lambda: windows(num_keys=jnp.zeros((2,), jnp.int32)),
+            "`num_keys` must be int32 of shape (2, 3), got int32 (2,)",
+        ),
         (
             lambda: verify(slots=jnp.zeros((2,), jnp.int32)),
             "`slots` must be int32 of shape (3,), got int32 (2,)",

@@ -16,7 +16,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from pallas_kernels import cached_attention, cases
+from pallas_kernels import bench_anchor, cached_attention, cases
 
 pytestmark = pytest.mark.slow
 NAMES = (
@@ -66,3 +66,13 @@ def test_compiles_for_an_h200():
         platform="cuda", topology="1x1x1", target_config=config
     )
     compiles(topology, "mosaic_gpu")
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+    def placed(array):
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    for case in (*cases.ANCHOR, *cases.ANCHOR_SMALL[:3]):
+        arrays, masks = jax.tree.map(placed, bench_anchor.shapes_of(case))
+        call = functools.partial(bench_anchor.gradients, name="mosaic_gpu", config=None)
+        lowered = jax.jit(call).lower(arrays, masks, arrays["query"])
+        assert "custom-call" in lowered.compile().as_text()

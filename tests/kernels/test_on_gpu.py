@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from pallas_kernels import bench_check, cases
+from pallas_kernels import bench_anchor, bench_check, cases
 
 pytestmark = pytest.mark.gpu
 
@@ -16,5 +16,12 @@ def test_equals_the_definition(name):
             [name], (*cases.SMALL, *cases.FLOAT32), time.monotonic() + 600
         )
     )
+    wrong = [row for row in rows if "error" in row or row.get("is_wrong")]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", ["xla", "cudnn", "mosaic_gpu"])
+def test_anchors_equal_the_definition(name):
+    rows = list(bench_anchor.checks([name], cases.ANCHOR_SMALL, time.monotonic() + 600))
     wrong = [row for row in rows if "error" in row or row.get("is_wrong")]
     assert not wrong, wrong

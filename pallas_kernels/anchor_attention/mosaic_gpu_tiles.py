@@ -1,0 +1,215 @@
+"""What the three kernels of `mosaic_gpu` share: copies of tiles, layouts and masks."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.anchor_attention.mosaic_gpu_plan import ROWS, Shape
+
+# Below all scores, and finite: -inf - FLOOR is -inf, whose exp2 is 0, and not NaN.
+FLOOR = -3e38
+REDUCTIONS = 512  # bytes for reductions, none of which crosses warps
+OVERHEAD = 2048 + REDUCTIONS  # barriers, and what aligns the buffers
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+LOG2E = math.log2(math.e)
+
+load: Any = functools.partial(plgpu.load, optimized=False)
+
+
+def by_row() -> Any:
+    """The layout of one number a row of a tile."""
+    return plgpu.Layout.WGMMA.reduce(1)
+
+
+def by_column() -> Any:
+    """The layout of one number a column of a tile."""
+    return plgpu.Layout.WGMMA.reduce(0)
+
+
+def over_rows(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number a row, for every column."""
+    return jax.lax.broadcast_in_dim(vector, shape, [0])
+
+
+def over_columns(vector: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number a column, for every row."""
+    return jax.lax.broadcast_in_dim(vector, shape, [1])
+
+
+def positions(start: Any, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """start + index along an axis of a tile."""
+    return start + plgpu.broadcasted_iota(
+        jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA
+    )
+
+
+def tiled(*shape: int, dtype: Any) -> Any:
+    """Shared memory that wgmma reads."""
+    return plgpu.SMEM(shape, dtype, transforms=TILED)
+
+
+def blocks_of(table: Any, tile: Any, shape: Shape) -> list[Any]:
+    """The blocks of a tile; -1 where there is none."""
+    return [table[tile, number] for number in range(shape.blocks)]
+
+
+def _slots(block: Any, shape: Shape) -> Any:
+    # Beyond the last slot, copies read zeros and store nothing. A start that is known
+    # while tracing would be checked against the array's size.
+    start = jnp.minimum(block, 0) * shape.slot_rows
+    return pl.ds(pl.multiple_of(start, shape.slot_rows), shape.slot_rows)
+
+
+def clear(tile: Any) -> None:
+    """Zeros for what copies leave of a tile: masked, but it must be finite."""
+    tile[...] = plgpu.layout_cast(jnp.zeros(tile.shape, tile.dtype), plgpu.Layout.WGMMA)
+
+
+def has_spare_rows(shape: Shape) -> bool:
+    """Whether `read_rows` leaves rows of a tile."""
+    return shape.blocks * shape.group * shape.slot_rows < ROWS
+
+
+def read_rows(
+    source: Any, head: Any, blocks: list[Any], into: Any, barrier: Any, shape: Shape
+) -> None:
+    """Copies a tile of rows of [B * A, K, H, E]: `row_copies` arrivals."""
+    for place, block in enumerate(blocks):
+        block = jnp.maximum(block, 0)
+        for beside in range(shape.group):
+            at = (place * shape.group + beside) * shape.slot_rows
+            plgpu.copy_gmem_to_smem(
+                source.at[block, _slots(block, shape), head * shape.group + beside],
+                into.at[pl.ds(at, shape.slot_rows)],
+                barrier,
+            )
+
+
+def row_copies(shape: Shape) -> int:
+    """Copies of `read_rows`."""
+    return shape.blocks * shape.group
+
+
+def read_own(
+    source: Any, head: Any, blocks: list[Any], into: Any, barrier: Any, shape: Shape
+) -> None:
+    """Copies own keys or values, [B * A, K, G, E]: an arrival a block."""
+    for place, block in enumerate(blocks):
+        block = jnp.maximum(block, 0)
+        plgpu.copy_gmem_to_smem(
+            source.at[block, _slots(block, shape), head],
+            into.at[pl.ds(place * shape.slot_rows, shape.slot_rows)],
+            barrier,
+        )
+
+
+def write_rows(
+    source: Any, target: Any, head: Any, blocks: list[Any], shape: Shape
+) -> None:
+    """Starts to store a tile of rows where they belong."""
+    for number, block in enumerate(blocks):
+
+        @pl.when(block >= 0)
+        def _(number=number, block=block):
+            for beside in range(shape.group):
+                at = (number * shape.group + beside) * shape.slot_rows
+                plgpu.copy_smem_to_gmem(
+                    source.at[pl.ds(at, shape.slot_rows)],
+                    target.at[block, _slots(block, shape), head * shape.group + beside],
+                )
+
+
+def write_own(
+    source: Any, target: Any, head: Any, blocks: list[Any], shape: Shape
+) -> None:
+    """The same for own keys or values."""
+    for number, block in enumerate(blocks):
+
+        @pl.when(block >= 0)
+        def _(number=number, block=block):
+            plgpu.copy_smem_to_gmem(
+                source.at[pl.ds(number * shape.slot_rows, shape.slot_rows)],
+                target.at[block, _slots(block, shape), head],
+            )
+
+
+def unit(number: Any, shape: Shape, warpgroups: int) -> tuple[Any, Any, Any]:
+    """(sequence, head, first tile of rows) of a worker; longest contexts first."""
+    head = jax.lax.rem(number, shape.kv_heads)
+    rest = jax.lax.div(number, shape.kv_heads)
+    sequence = jax.lax.rem(rest, shape.batch)
+    place = shape.tiles // warpgroups - 1 - jax.lax.div(rest, shape.batch)
+    return sequence, head, sequence * shape.tiles + place * warpgroups
+
+
+def stream(
+    keys: Any,
+    values: Any,
+    line: Any,
+    count: Any,
+    scratch: dict[str, Any],
+    *,
+    stages: int,
+    key_tile: int,
+    before: Any = None,
+) -> None:
+    """Reads `count` tiles of the context into the ring, in the order of their use.
+
+    Args:
+      keys: [B * G, S, E]; a tile's rows beyond S are filled with zeros.
+      values: as keys.
+      line: the row of both.
+      count: number of tiles.
+      scratch: the ring and its barriers.
+      stages: of the ring.
+      key_tile: keys a tile.
+      before: called with a tile's number before it is read.
+    """
+
+    def read(step, _):
+        buffer = jax.lax.rem(step, stages)
+        if before is not None:
+            before(step)
+        for source, ring in ((keys, "keys"), (values, "values")):
+
+            @pl.when(step >= stages)
+            def _(ring=ring):
+                plgpu.barrier_wait(scratch[f"{ring}_read"].at[buffer])
+
+            plgpu.copy_gmem_to_smem(
+                source.at[line, pl.ds(step * key_tile, key_tile)],
+                scratch[ring].at[buffer],
+                scratch[f"{ring}_filled"].at[buffer],
+            )
+
+    jax.lax.fori_loop(0, count, read, None)
+    drain(("keys_read", "values_read"), count, scratch, stages=stages)
+
+
+def drain(
+    names: tuple[str, ...], count: Any, scratch: dict[str, Any], *, stages: int
+) -> None:
+    """Every phase of a barrier is awaited before a worker ends."""
+    for buffer in range(stages):
+
+        @pl.when(buffer < count)
+        def _(buffer=buffer):
+            for name in names:
+                plgpu.barrier_wait(scratch[name].at[buffer])
+
+
+def compiler_params() -> Any:
+    """Of all kernels."""
+    return plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTIONS)
+
+
+def vector_shape(shape: Shape) -> Any:
+    """A float32 for every row of every tile and kv head."""
+    return jax.ShapeDtypeStruct(
+        (shape.batch * shape.tiles, shape.kv_heads, ROWS), jnp.float32
+    )
