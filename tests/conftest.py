@@ -3,13 +3,27 @@
 Everything here is set before the first array exists.
 """
 
+import atexit
 import json
 import os
 import pathlib
 import shutil
+import tempfile
 
 # Two workers share one card: neither may reserve most of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Programs here are small, and splitting them costs more than it saves. Flags that are
+# given come last, and win.
+os.environ["XLA_FLAGS"] = " ".join(
+    ("--xla_cpu_parallel_codegen_split_count=1", os.environ.get("XLA_FLAGS", ""))
+).strip()
+# One cache of compiled programs for all workers and the commands that tests start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
+    atexit.register(
+        shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True
+    )
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import hypothesis
 import jax
@@ -35,6 +49,36 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A stretch of the files for each worker, and stealing at the end.
+
+    One file's programs and fixtures are then made by one worker only.
+    """
+    if config.getvalue("dist") != "load":  # what `-n` alone says
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules that compile more than they run, and compare with a tolerance.
+
+    Programs of other modules are compiled as users' are: JAX's own caches do not know
+    of the setting, and are emptied.
+    """
+    if jax.default_backend() == "gpu":  # kernels are compiled there as for users
+        yield
+        return
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    jax.clear_caches()
 
 
 @pytest.fixture(autouse=True)

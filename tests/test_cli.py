@@ -48,9 +48,8 @@ def target(chat_folder):
 
 
 @pytest.fixture
-def options(target, golden, monkeypatch, tmp_path):
+def options(target, golden):
     """The command line up to what a test adds."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
     drafter = golden / "cases" / "dspark_vanilla_b4" / "drafter"
     return ["generate", "--target", str(target), "--drafter", str(drafter)]
 
@@ -299,6 +298,15 @@ def test_bucket(size, expected):
     assert session.bucket(size) == expected
 
 
+@pytest.fixture
+def _default_ctrl_c():
+    """A process that was started in the background inherits an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_default_ctrl_c")
 def test_ctrl_c_prints_what_there_is(capsys, options, monkeypatch):
     step, calls = session.Session.step, []
 

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from dspark_jax import cli
@@ -34,20 +33,9 @@ def prompt_file(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("xla")
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _quick_compilation():
+@pytest.fixture(scope="module", autouse=True)
+def _quick_compilation(quick_compilation):
     """These tests compile more than they run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

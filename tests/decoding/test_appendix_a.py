@@ -6,13 +6,12 @@ window of the finished block verifies x_1 only when it is A, and the words lean 
 """
 
 import functools
-import importlib.util
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import table_models
 
 import dspark_jax
 from dspark_jax.config import Speculation
@@ -20,17 +19,6 @@ from dspark_jax.decoding import windows
 from dspark_jax.sampling import Sampling
 from dspark_jax.scheduling import budgets, planner
 from dspark_jax.scheduling.relay import ConfidenceRelay
-
-
-def _load(name):
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-table_models = _load("table_models")
 
 V, K = 2, 2
 A, B = 0, 1

@@ -1,9 +1,8 @@
 """Bad arguments of whole generations: no work is done before they are refused."""
 
-import importlib.util
-import pathlib
 import re
 
+import bad_arguments
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,16 +10,6 @@ import pytest
 import dspark_jax
 from dspark_jax import testing
 
-
-def _load(name):
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bad_arguments = _load("bad_arguments")
 BOTH, SPECULATIVE = bad_arguments.BOTH, bad_arguments.SPECULATIVE
 check = bad_arguments.check
 

@@ -1,24 +1,12 @@
 """Bad arguments and states of prefill, extend and single rounds."""
 
-import importlib.util
-import pathlib
-
+import bad_arguments
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dspark_jax
 
-
-def _load(name):
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bad_arguments = _load("bad_arguments")
 BOTH, SPECULATIVE = bad_arguments.BOTH, bad_arguments.SPECULATIVE
 check, ints = bad_arguments.check, bad_arguments.ints
 

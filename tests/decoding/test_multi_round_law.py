@@ -5,29 +5,17 @@ cannot see it, this can. Each test has controls that must fail it.
 """
 
 import functools
-import importlib.util
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import table_models
 
 import dspark_jax
 from dspark_jax import noise, sampling
 from dspark_jax.config import Speculation
 from dspark_jax.sampling import Sampling
-
-
-def _load(name):
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-table_models = _load("table_models")
 
 V, K, NUM = 3, 4, 5  # vocabulary, draft length, tokens of the law
 CHUNK = 125_000

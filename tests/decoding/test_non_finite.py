@@ -5,30 +5,18 @@ The law of (words, reason) is enumerated; failing is one more outcome.
 """
 
 import functools
-import importlib.util
 import itertools
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import table_models
 
 import dspark_jax
 from dspark_jax.config import RULES, Speculation
 from dspark_jax.sampling import Sampling
 from dspark_jax.types import FINISH_LENGTH, FINISH_NON_FINITE, FINISH_STOP
-
-
-def _load(name):
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-table_models = _load("table_models")
 
 V, K, NEW, RUNS = 3, 3, 4, 40_000
 PROMPT = (2, 0)

@@ -9,6 +9,8 @@ from dspark_jax import sampling, testing
 from dspark_jax.drafters import dspark
 from dspark_jax.sampling import Sampling
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, K, V = 3, 3, 19
 KEPT = np.array([17, 2, 11, 5, 3, 14, 8])
 

@@ -1,30 +1,21 @@
 """Acceptance from recorded rounds: where the truth is known, and by hand."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import table_models
 
 from dspark_jax.evaluation import acceptance, rounds
 from dspark_jax.evaluation.recording import Recording
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 V, K = 4, 3
 
 
 @pytest.fixture(scope="module")
-def table_models():
-    path = pathlib.Path(__file__).parents[1] / "decoding" / "table_models.py"
-    spec = importlib.util.spec_from_file_location("table_models", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def record(table_models):
+def record():
     """Decodes from tables of log-probabilities: target [V, V, V], drafter by slot."""
 
     def run(target_logits, draft_logits, *, prompts=64, **settings):

@@ -11,6 +11,8 @@ import dspark_jax
 from dspark_jax.evaluation import rounds
 from dspark_jax.types import FINISH_STOP
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 STOP = (3, 11)
 
 

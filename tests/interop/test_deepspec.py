@@ -14,6 +14,8 @@ from dspark_jax.interop import deepspec
 from dspark_jax.targets.load import load_target
 from dspark_jax.types import Target
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CASES = {  # case -> (block_size, markov_kind, confidence_kind, tap_layers)
     "dflash_b7": (7, "none", "none", (0, 1, 2)),
     "dspark_gated_b4": (4, "gated", "markov", (0, 1, 2)),

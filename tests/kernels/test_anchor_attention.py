@@ -15,6 +15,8 @@ from pallas_kernels.anchor_attention import (
     tuning,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def draw(seed=0, batch=2, anchors=5, slots=3, length=11, heads=4, groups=2, width=8):
     """Arguments and, apart, what is not differentiated."""

@@ -11,6 +11,8 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import _compat, cached_attention, cases
 from pallas_kernels.cached_attention import mosaic_gpu, mosaic_tpu, tuning
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ids = [f"{case.kind}: {case.name}" for case in cases.SMALL]
 everything = (*cases.SMALL, *cases.FLOAT32)
 BOUND = {"bfloat16": 8e-3, "float32": 2e-6}

@@ -4,26 +4,20 @@
 world of the paper's appendix A. A planner that anticipates must fail the same tests.
 """
 
-import importlib.util
-import pathlib
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import table_models
 
 import dspark_jax
 from dspark_jax import serving
 from dspark_jax.decoding import round
 from dspark_jax.scheduling.costs import Costs, TokenCurve
 
-_PATH = pathlib.Path(__file__).with_name("attending_tables.py")
-_SPEC = importlib.util.spec_from_file_location("attending_tables", _PATH)
-tables = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(tables)
-
 V, K, NUM, SLOTS = 2, 2, 6, 32
 REQUESTS = 12_000
-TARGET, DRAFTER = tables.make_target(V), tables.make_drafter(K)
+TARGET = table_models.make_attending_target(V)
+DRAFTER = table_models.make_attending_drafter(V, K)
 # Half and full windows cost what they bring, so that budgets move with confidences.
 COSTS = Costs(
     drafting=TokenCurve(
@@ -43,10 +37,16 @@ def target_table():
 def drafter_tables():
     """Far from the target; the confidence says much about the token before."""
     rng = np.random.default_rng(3)
-    logits = [1.2, 0.0] + 0.3 * rng.normal(size=(K, V, V))
-    return tables.DrafterTables(
-        logits=jnp.asarray(logits, jnp.float32),
-        confidence_logits=jnp.asarray([[3.0, -3.0]] * K, jnp.float32),
+    return bigram([1.2, 0.0] + 0.3 * rng.normal(size=(K, V, V)), [[3.0, -3.0]] * K)
+
+
+def bigram(logits, confidence_logits):
+    """A drafter that looks at the last token only: logits [K, V, V]."""
+    logits = jnp.asarray(logits, jnp.float32)[:, None]
+    return table_models.DrafterTables(
+        logits=jnp.broadcast_to(logits, (K, V, V, V)),
+        confidence_logits=jnp.asarray(confidence_logits, jnp.float32),
+        look_ahead=jnp.int32(0),
     )
 
 
@@ -129,11 +129,7 @@ def test_an_anticipating_budget_fails(rule, monkeypatch):
 def appendix_a():
     """p = (0.7, 0.3); the drafter guesses evenly, and after B promises nothing."""
     table = jnp.tile(jnp.asarray([[0.7, 0.3]], jnp.float32), (V, 1))
-    confidence = [[0.0, 0.0], [2.2, -9.0]]
-    drafter = tables.DrafterTables(
-        logits=jnp.zeros((K, V, V), jnp.float32),
-        confidence_logits=jnp.asarray(confidence, jnp.float32),
-    )
+    drafter = bigram(np.zeros((K, V, V)), [[0.0, 0.0], [2.2, -9.0]])
     return jnp.log(table), drafter
 
 

@@ -1,6 +1,5 @@
 """Measured steps become the table that the engine reads."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -9,15 +8,9 @@ from dspark_jax.serving import Bucket, Engine, EngineConfig, profile
 from dspark_jax.serving.profile import Measured
 from dspark_jax.testing import make_tiny_models
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BUCKETS = tuple(Bucket(r, t) for r, t in ((1, 4), (2, 2), (2, 5), (2, 8)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation():
-    """These tests compile more than they run."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from dspark_jax.targets import fetch, gguf, gguf_llama, load
 from dspark_jax.targets.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 F16 = 1
 WIDTH, HEADS, KV_HEADS, NUM_TOKENS = 32, 4, 2, 6
 

@@ -13,6 +13,8 @@ from dspark_jax import tensor_files
 from dspark_jax.targets import decoder, fetch, load
 from dspark_jax.targets.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LLAMA = ("llama_plain", "llama_llama3", "llama_linear_biases", "qwen2_plain")
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import pathlib
 import types
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import safetensors.numpy
+import tiny_runs
 
 import dspark_jax
 from dspark_jax import layers
@@ -152,25 +152,8 @@ def small():
 
 @pytest.fixture(scope="session")
 def tiny():
-    """The module `tiny_runs`, beside this file."""
-    path = pathlib.Path(__file__).with_name("tiny_runs.py")
-    spec = importlib.util.spec_from_file_location("tiny_runs", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def compile_cache(tmp_path_factory):
-    """Programs of one run are found again by the next ones."""
-    folder = tmp_path_factory.mktemp("xla")
-    before = jax.config.jax_compilation_cache_dir
-    seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield folder
-    jax.config.update("jax_compilation_cache_dir", before)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+    """The module of that name, as a fixture."""
+    return tiny_runs
 
 
 @dataclasses.dataclass

@@ -8,6 +8,8 @@ import pytest
 from dspark_jax import layers
 from dspark_jax.training import anchor_attention
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.mark.parametrize(("slots", "context"), [(3, 7), (4, 6), (5, 9)])
 @pytest.mark.parametrize("several_sizes", [False, True])
@@ -35,8 +37,8 @@ def test_by_anchor_equals_grouped(slots, context, several_sizes):
         with jax.default_matmul_precision("highest"):  # a GPU would use TF32
             return anchor_attention.by_anchor(query, segments, "xla")
 
-    expected = layers.grouped_attention(query, segments)
-    found = by_anchor(query, segments)
+    expected = jax.jit(layers.grouped_attention)(query, segments)
+    found = jax.jit(by_anchor)(query, segments)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
     def loss(function):
@@ -44,7 +46,7 @@ def test_by_anchor_equals_grouped(slots, context, several_sizes):
             segments = [(*shared, visible), (*own, in_block)]
             return jnp.sum(jnp.sin(function(query, segments)))
 
-        return jax.grad(run, argnums=(0, 1, 2))(query, shared, own)
+        return jax.jit(jax.grad(run, argnums=(0, 1, 2)))(query, shared, own)
 
     ours = loss(by_anchor)
     theirs = loss(layers.grouped_attention)

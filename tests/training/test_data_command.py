@@ -11,11 +11,7 @@ from dspark_jax.commands import terminal
 from dspark_jax.targets import fetch
 from dspark_jax.training.texts import corpus_files, corpus_writer
 
-
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp() / "data_command_xla"
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def run(capsys, *arguments):

@@ -10,6 +10,8 @@ import pytest
 
 from dspark_jax.training import losses, vocabulary
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, A, K, V, D, R = 3, 8, 4, 37, 6, 5
 
 
@@ -55,15 +57,22 @@ def weighing(*values):
     return losses.TermWeights(*(None if v is None else jnp.float32(v) for v in values))
 
 
-@pytest.mark.parametrize("chunk_slots", [1, 24, 1000])
+FEWEST_TERMS = (weighing(0.1, 0.9, None, None), weighing(0.1, 0.9, None, None))
+ALL_TERMS = (weighing(0.1, 0.2, 0.3, 0.05), weighing(1.0, 0.0, None, None))
+
+
 @pytest.mark.parametrize(
-    "parts",
+    ("chunk_slots", "parts"),
     [
-        (weighing(0.1, 0.9, None, None), weighing(0.1, 0.9, None, None)),
-        (weighing(1.0, 0.0, None, None), weighing(0.0, 1.0, None, None)),
-        (weighing(0.1, 0.2, 0.7, None), weighing(0.0, 0.0, 1.0, None)),
-        (weighing(0.1, 0.2, None, 0.05), weighing(0.0, 0.0, None, 0.1)),
-        (weighing(0.1, 0.2, 0.3, 0.05), weighing(1.0, 0.0, None, None)),
+        (1, FEWEST_TERMS),
+        (1, ALL_TERMS),
+        (24, FEWEST_TERMS),
+        (24, (weighing(1.0, 0.0, None, None), weighing(0.0, 1.0, None, None))),
+        (24, (weighing(0.1, 0.2, 0.7, None), weighing(0.0, 0.0, 1.0, None))),
+        (24, (weighing(0.1, 0.2, None, 0.05), weighing(0.0, 0.0, None, 0.1))),
+        (24, ALL_TERMS),
+        (1000, FEWEST_TERMS),
+        (1000, ALL_TERMS),
     ],
 )
 def test_chunks_equal_autodiff(problem, chunk_slots, parts):

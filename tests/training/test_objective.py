@@ -11,6 +11,8 @@ from dspark_jax.drafters import backbone
 from dspark_jax.training import anchors as anchors_lib
 from dspark_jax.training import losses, objective, settings, vocabulary
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # All nine golden cases pass; three are stored here.
 CASES = ("dspark_vanilla_b7", "dspark_gated_b4", "dspark_rnn_b4")
 GRADIENT = {"atol": 2e-6, "rtol": 1e-3}

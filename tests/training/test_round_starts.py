@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dspark_jax.training import (
     anchors,
@@ -12,6 +13,8 @@ from dspark_jax.training import (
     target_states,
     vocabulary,
 )
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 S, K = 14, 3
 

@@ -8,6 +8,8 @@ import pytest
 
 from dspark_jax.training import settings, sharding, step
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def make_mesh(data=0, fsdp=1):
     """Of eight CPU devices, also where there is a GPU."""

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 from dspark_jax.training import anchors as anchors_lib
 from dspark_jax.training import settings, step, target_states
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GRADIENT = {"atol": 2e-6, "rtol": 1e-3}
 
 

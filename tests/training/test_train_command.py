@@ -18,9 +18,11 @@ from dspark_jax import cli
 from dspark_jax.training.runs import saving
 from dspark_jax.training.texts import corpus_writer, data
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture(name="command", scope="module")
-def _command(root, tiny, chat_target, compile_cache):
+def _command(root, tiny, chat_target):
     """The command line up to what a test adds."""
     found = ["train", str(root / "tests" / "training" / "two_drafters.toml")]
     for change in (
@@ -162,14 +164,12 @@ def test_losses_that_are_not_finite(capsys, command, tmp_path):
     assert "the loss of every drafter is NaN or infinite" in err
 
 
-def start(command, work, folder, *more):
+def start(command, work, *more):
     package = pathlib.Path(dspark_jax.__file__).parents[1]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(package), *sys.path]),
         "JAX_PLATFORMS": "cpu",  # bits are promised there
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     line = [sys.executable, "-m", "dspark_jax.cli", *command, "--work", str(work)]
     return subprocess.Popen(
@@ -204,24 +204,24 @@ def state_of(work, step):
 
 
 @pytest.mark.slow
-def test_a_killed_process_goes_on_bit_for_bit(command, tmp_path, compile_cache):
+def test_a_killed_process_goes_on_bit_for_bit(command, tmp_path):
     """Batches, anchors, losses and the last state are those of an unbroken run."""
     more = ("--steps", "300", "--set", "log_every=10", "--set", "keep_every=60")
-    whole = start(command, tmp_path / "whole", compile_cache, *more)
+    # It ends first: the others find its programs compiled.
+    assert finish(start(command, tmp_path / "whole", *more))[0] == 0
     work = tmp_path / "killed"
-    process = start(command, work, compile_cache, *more)
+    process = start(command, work, *more)
     wait_for_step(work, 200, process)
     process.kill()  # between the checkpoints of steps 180 and 240
     finish(process)
-    assert finish(whole)[0] == 0
-    stopped = start(command, work, compile_cache, *more)
+    stopped = start(command, work, *more)
     wait_for_step(work, 250, stopped)
     stopped.send_signal(signal.SIGTERM)
     status, err = finish(stopped)
     assert status == 143, err
     assert "resumed at step 180/300" in err
     assert "stopped by SIGTERM; the same command goes on" in err
-    status, err = finish(start(command, work, compile_cache, *more))
+    status, err = finish(start(command, work, *more))
     assert status == 0, err
     records, expected = records_of(work), records_of(tmp_path / "whole")
     # SIGTERM adds a checkpoint of its own, and so splits one record in two.

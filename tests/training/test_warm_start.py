@@ -20,6 +20,8 @@ from dspark_jax.training import (
 )
 from dspark_jax.training.runs import saving
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def fresh_params(drafter, seed):
     return step.init_params(jax.random.key(seed), drafter)
@@ -85,11 +87,12 @@ def test_no_folder(small, tmp_path):
 def gradient(small, recipe):
     target, target_params, drafters, batch = small
     config = settings.TrainConfig(num_anchors=4)
-    states = target_states.compute(target, target_params, batch, (0, 2))
-    anchors = anchors_lib.sample(jax.random.key(0), batch.loss_mask, 4)
 
+    @jax.jit
     @jax.grad
     def loss(params):
+        states = target_states.compute(target, target_params, batch, (0, 2))
+        anchors = anchors_lib.sample(jax.random.key(0), batch.loss_mask, 4)
         (outcome,) = objective.evaluate(
             (params,),
             batch,

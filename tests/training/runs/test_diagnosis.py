@@ -18,11 +18,13 @@ from dspark_jax.training.runs import (
 from dspark_jax.training.runs.progress import Progress
 from dspark_jax.training.runs.stopping import Stop
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SIZES = {"seed": 0, "batch_rows": 8, "held_out_rows": 8, "vocab_size": 512}
 
 
 @pytest.fixture(name="own", scope="module")
-def _own(root, tiny, tmp_path_factory, compile_cache):
+def _own(root, tiny, tmp_path_factory):
     """Measures a text of the target's own, with changes to it."""
     config = tiny.config(root)
     target, params = tiny.random_target()

@@ -15,6 +15,8 @@ from dspark_jax.interop import deepspec
 from dspark_jax.training.runs import events, loop, plots, run, run_folder, saving
 from dspark_jax.training.runs import trainer as trainer_lib
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TIMES = ("step_ms", "tokens_per_second")
 
 
@@ -40,7 +42,7 @@ several_devices = pytest.mark.skipif(
 
 
 @pytest.fixture(name="config", scope="module")
-def _config(root, tiny, compile_cache):
+def _config(root, tiny):
     return tiny.config(root)
 
 

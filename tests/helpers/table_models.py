@@ -1,7 +1,9 @@
-"""A table language model as a Target, and a Drafter with path-dependent tables.
+"""Targets and drafters that are tables, so that the law of their words is known.
 
-Next-token logits depend on the last two tokens; the cache is the tokens themselves. All
-tables are parameters, so that one program serves every world.
+Two targets: one whose logits depend on the last two tokens and whose cache is the
+tokens themselves; and a bigram over real caches, which the engine takes. The drafters'
+tables depend on the last two tokens, drafted ones included. All tables are parameters:
+one program serves every world.
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from dspark_jax import kv_cache
 from dspark_jax.types import Bound, Draft, Drafter, Target
 
 
@@ -45,6 +48,7 @@ class DrafterTables:
 
 
 def make_target(vocab_size, max_position=64):
+    """Parameters are logits [V, V, V]: last but one, last, next."""
     return Target(
         config=TableConfig(vocab_size, max_position),
         init_cache=_init_cache,
@@ -60,6 +64,27 @@ def make_drafter(vocab_size, block_size):
         init_state=_init_cache,
         observe=_observe,
         propose=Bound(_propose, (vocab_size,)),
+    )
+
+
+def make_attending_target(vocab_size):
+    """Parameters are logits [V, V]: last, next. What it attends to is all ones."""
+    return Target(
+        config=TableConfig(vocab_size),
+        init_cache=_init_dense_cache,
+        forward=Bound(_attending_forward, (vocab_size,)),
+        unembed=_attending_unembed,
+        embed=_embed,
+    )
+
+
+def make_attending_drafter(vocab_size, block_size):
+    """It does not know the token before the anchor, and takes 0 for it."""
+    return Drafter(
+        config=TableDrafterConfig(block_size, tap_layers=(0,)),
+        init_state=_init_dense_cache,
+        observe=_attending_observe,
+        propose=Bound(_attending_propose, (vocab_size,)),
     )
 
 
@@ -98,7 +123,41 @@ def _observe(params, state, tokens, positions, taps):
 def _propose(vocab_size, params, target_params, state, anchor, position, sampler):
     before = jnp.maximum(position - 1, 0)[:, None]
     before = jnp.take_along_axis(state, before, axis=1)[:, 0]
-    last, slots = anchor, []
+    return _draw(vocab_size, params, before, anchor, sampler), state
+
+
+def _init_dense_cache(batch, capacity):
+    return kv_cache.DenseCache.create(1, batch, capacity, 1, 2, jnp.float32)
+
+
+def _attending_forward(vocab_size, params, tokens, positions, cache, *, tap_layers=()):
+    rows = jnp.ones((*tokens.shape, 1, 2), jnp.float32)
+    attended, cache = cache.attend(0, rows, rows, rows, positions)
+    hidden = jax.nn.one_hot(tokens, vocab_size)
+    # Attention over ones gives one: what it read was the request's own.
+    hidden = hidden * attended[..., 0, :1]
+    return hidden, hidden if tap_layers else None, cache
+
+
+def _attending_unembed(params, hidden):
+    return jnp.matmul(hidden, params, precision=jax.lax.Precision.HIGHEST)
+
+
+def _attending_observe(params, state, tokens, positions, taps):
+    rows = jnp.broadcast_to(taps[..., None, :1], (*tokens.shape, 1, 2))
+    return state.write(0, rows, rows, positions)
+
+
+def _attending_propose(
+    vocab_size, params, target_params, state, anchor, position, sampler
+):
+    state.context(0)
+    before = jnp.zeros_like(anchor)
+    return _draw(vocab_size, params, before, anchor, sampler), state
+
+
+def _draw(vocab_size, params, before, last, sampler):
+    slots = []
     for slot in range(sampler.draft_length):
         logits, ids = params.logits[slot][before, last], None
         if sampler.candidates is not None:
@@ -110,7 +169,7 @@ def _propose(vocab_size, params, target_params, state, anchor, position, sampler
         before, last = last, token
     stack = functools.partial(jnp.stack, axis=1)
     tokens, probability, logits, ids, row, confidence = zip(*slots, strict=True)
-    draft = Draft(
+    return Draft(
         tokens=stack(tokens),
         probability=stack(probability),
         logits=stack(logits),
@@ -118,4 +177,3 @@ def _propose(vocab_size, params, target_params, state, anchor, position, sampler
         row=jax.tree.map(lambda *x: stack(x), *row),
         confidence_logits=stack(confidence),
     )
-    return draft, state
