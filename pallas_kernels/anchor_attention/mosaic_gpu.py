@@ -93,9 +93,14 @@ def shape_of(query: Any, keys: Any) -> Shape:
         kv_heads=keys.shape[1],
         group=group,
         width=width,
-        length=keys.shape[2],
+        length=padded_length(keys.shape[2]),
         tiles=2 * -(-anchors // (2 * blocks)),
     )
+
+
+def padded_length(length: int) -> int:
+    """The context's length, to the next multiple of 8: copies are tiles of 8 rows."""
+    return -(-length // 8) * 8
 
 
 class Static(NamedTuple):
@@ -124,7 +129,11 @@ def attend(
     """Attention output [B, A, K, H, E]; shapes as in `api.anchor_attention`."""
     shape = shape_of(query, keys)
     config = default_config(shape) if config is None else config
+    num_context = jnp.minimum(num_context, keys.shape[2])
     plan = mosaic_gpu_plan.make(num_context, present, kept, shape=shape)
+    if more := shape.length - keys.shape[2]:
+        widths = ((0, 0), (0, 0), (0, more), (0, 0))
+        keys, values = jnp.pad(keys, widths), jnp.pad(values, widths)
 
     def flat(array: jax.Array) -> jax.Array:
         return array.reshape(-1, *array.shape[2:])

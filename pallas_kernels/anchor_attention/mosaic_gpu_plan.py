@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     kv_heads: int  # G
     group: int  # query heads a kv head
     width: int  # E
-    length: int  # S
+    length: int  # S, a multiple of 8
     tiles: int  # of a sequence, an even number
 
     @property
