@@ -185,8 +185,8 @@ def fastest(query: Any, keys: Any, *, rows: int, page_table: Any | None = None) 
         return "xla"
     flat = jax.ShapeDtypeStruct((1, *query.shape[-2:]), query.dtype)
     paged = page_table is not None
-    refusal = _first_of(
-        _needs_hopper, lambda: mosaic_gpu.supports(flat, keys, paged=paged)
+    refusal = _dispatch.first_of(
+        _dispatch.needs_hopper, lambda: mosaic_gpu.supports(flat, keys, paged=paged)
     )
     if refusal() is not None:
         return "xla"
