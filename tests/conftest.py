@@ -12,11 +12,6 @@ import tempfile
 
 # Two workers share one card: neither may reserve most of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Programs here are small, and splitting them costs more than it saves. Flags that are
-# given come last, and win.
-os.environ["XLA_FLAGS"] = " ".join(
-    ("--xla_cpu_parallel_codegen_split_count=1", os.environ.get("XLA_FLAGS", ""))
-).strip()
 # One cache of compiled programs for all workers and the commands that tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp()
