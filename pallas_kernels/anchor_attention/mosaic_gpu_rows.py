@@ -174,7 +174,7 @@ def _worker(
 
     @pl.when(role == warpgroups)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(tiles_lib.READING, action="decrease")
         for me in range(warpgroups):
             for name in ("keys", "values"):
                 own = scratch[name].at[own_buffer(me)]
@@ -234,7 +234,7 @@ def _worker(
 
     @pl.when(role < warpgroups)
     def _():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(tiles_lib.MULTIPLYING, action="increase")
         tile = tile_0 + role
         rows = tiles_lib.blocks_of(blocks, tile, shape)
         limit = load(limits.at[tile], layout=tiles_lib.by_row())
