@@ -164,8 +164,9 @@ class AnchorCase:
 ANCHOR = (AnchorCase("anchor 2048", 2048), AnchorCase("anchor 4096", 4096))
 _small = functools.partial(AnchorCase, heads=4, kv_heads=1, width=64, is_masked=True)
 ANCHOR_SMALL = (
-    _small("ragged", 150, anchors=5),
-    _small("two sequences, two heads", 130, batch=2, anchors=3, heads=8, kv_heads=2),
+    _small("ragged", 100, anchors=4),
+    _small("long", 210, anchors=9),
+    _small("two sequences, two kv heads", 70, batch=2, anchors=2, kv_heads=2),
     _small("three heads a kv head", 100, anchors=5, heads=3),
     _small("one head, one slot", 40, anchors=20, slots=1, heads=2, kv_heads=2),
     _small("eight heads, width 128", 192, anchors=6, slots=8, heads=8, width=128),

@@ -160,7 +160,7 @@ def _worker(
 
     @pl.when(role == WARPGROUPS)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(tiles_lib.READING, action="decrease")
         if tiles_lib.has_spare_rows(shape):
             for buffer in range(stages):
                 for name in ("query", "slopes"):
@@ -206,7 +206,7 @@ def _worker(
 
     @pl.when(role < WARPGROUPS)
     def _():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(tiles_lib.MULTIPLYING, action="increase")
         group = role if config.shares_rows else 0
         plgpu.barrier_wait(scratch["keys_filled"].at[group])
         accs = _sum(

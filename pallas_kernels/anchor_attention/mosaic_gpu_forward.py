@@ -151,7 +151,7 @@ def _worker(
 
     @pl.when(role == warpgroups)
     def _():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(tiles_lib.READING, action="decrease")
         for me in range(warpgroups):
             # Scores of masked rows and keys may be anything.
             tiles_lib.clear(scratch["own_values"].at[me])
@@ -187,7 +187,7 @@ def _worker(
 
     @pl.when(role < warpgroups)
     def _():
-        plgpu.set_max_registers(232 if warpgroups < 3 else 152, action="increase")
+        plgpu.set_max_registers(tiles_lib.MULTIPLYING, action="increase")
         tile = tile_0 + role
         mine = tiles_lib.blocks_of(blocks, tile, shape)
         row_block = load(row_blocks.at[tile], layout=tiles_lib.by_row())

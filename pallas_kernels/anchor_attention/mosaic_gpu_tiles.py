@@ -14,6 +14,9 @@ from pallas_kernels.anchor_attention.mosaic_gpu_plan import ROWS, Shape
 
 # Below all scores, and finite: -inf - FLOOR is -inf, whose exp2 is 0, and not NaN.
 FLOOR = -3e38
+# Registers of a thread. A launch of three warpgroups has 168 each: the sum must not be
+# more, or the increase waits forever.
+MULTIPLYING, READING = 232, 40
 REDUCTIONS = 512  # bytes for reductions, none of which crosses warps
 OVERHEAD = 2048 + REDUCTIONS  # barriers, and what aligns the buffers
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
