@@ -17,7 +17,7 @@ from pallas_kernels.anchor_attention import (
 )
 
 # `mosaic_gpu` only by name until it has been measured.
-PREFERRED: dict[str, tuple[str, ...]] = {"gpu": ("cudnn",)}
+PREFERRED: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "cudnn")}
 Config = tuning.ChunksConfig | tuning.MosaicGpuConfig
 
 
