@@ -21,20 +21,16 @@ from pallas_kernels import products as kernel_products
 
 
 class BlockParams(flax.struct.PyTreeNode):
-    """One transformer block; fields that the config switches off are None.
-
-    A merged block (`merged`) holds the matrices that multiply the same rows as one:
-    `q` is q | k | v and `gate` is gate | up, biases likewise; k, v and up are None.
-    """
+    """One transformer block; fields that the config switches off are None."""
 
     input_norm: jax.Array  # [D]
     q: jax.Array  # [H*E, D]
-    k: jax.Array | None  # [G*E, D]
-    v: jax.Array | None  # [G*E, D]
+    k: jax.Array  # [G*E, D]
+    v: jax.Array  # [G*E, D]
     o: jax.Array  # [D, H*E]
     post_norm: jax.Array  # [D]
     gate: jax.Array  # [F, D]
-    up: jax.Array | None  # [F, D]
+    up: jax.Array  # [F, D]
     down: jax.Array  # [D, F]
     q_norm: jax.Array | None = None  # [E]
     k_norm: jax.Array | None = None  # [E]
@@ -118,7 +114,8 @@ def block(
       The block's output and `aux` (an updated cache, say).
     """
     normed = rms_norm(x, params.input_norm, config.rms_eps, dtype)
-    query, key, value = queries_keys_values(params, config, normed, positions)
+    query = queries(params, config, normed, positions)
+    key, value = keys_values(params, config, normed, positions)
     attended, aux = attend(query, key, value)
     flat = attended.reshape(*attended.shape[:-2], -1)  # [B, W, H*E]
     x = x + dot(flat, params.o, params.o_bias, x.dtype)
@@ -126,62 +123,18 @@ def block(
     return x + swiglu(params, normed, x.dtype), aux
 
 
-def merged(tree: Any) -> Any:
-    """Parameters whose blocks hold q | k | v and gate | up as one matrix each.
-
-    Outputs are those of the parts. One product of 6,144 rows instead of three keeps a
-    GPU's memory busier than a small one can; on a CPU nothing is gained. Merge once,
-    where parameters are loaded: both forms are alive meanwhile.
-
-    Args:
-      tree: any pytree; every `BlockParams` in it is merged.
-    """
-
-    def one(block: Any) -> Any:
-        if not isinstance(block, BlockParams) or block.k is None:
-            return block
-
-        def joined(*names: str) -> Any:
-            parts = [getattr(block, name) for name in names]
-            return None if parts[0] is None else jnp.concatenate(parts)
-
-        return block.replace(
-            q=joined("q", "k", "v"),
-            k=None,
-            v=None,
-            gate=joined("gate", "up"),
-            up=None,
-            q_bias=joined("q_bias", "k_bias", "v_bias"),
-            k_bias=None,
-            v_bias=None,
-            gate_bias=joined("gate_bias", "up_bias"),
-            up_bias=None,
-        )
-
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, BlockParams))
-
-
 # Jitted, like the other parts of a layer below: a program traces and lowers each part
 # once and not in every layer (0.4 s instead of 1.2 s for thirty). XLA inlines them.
 @functools.partial(jax.jit, static_argnames="config")
-def queries_keys_values(
+def queries(
     params: BlockParams, config: BlockConfig, x: jax.Array, positions: jax.Array
-) -> tuple[
-    Float[Array, "... W H E"], Float[Array, "... W G E"], Float[Array, "... W G E"]
-]:
-    """Rotated queries and keys, and values, of already normed rows."""
-    query_size = config.num_heads * config.head_width
-    # [..., H*E], and where merged the keys and values behind
-    both = dot(x, params.q, params.q_bias)
-    query = both[..., :query_size]
+) -> Float[Array, "... W H E"]:
+    """Rotated queries of already normed rows."""
+    query = dot(x, params.q, params.q_bias)
     query = query.reshape(*x.shape[:-1], config.num_heads, config.head_width)
     if params.q_norm is not None:
         query = rms_norm(query, params.q_norm, config.rms_eps)
-    query = rope(query, positions, config.rope)
-    if params.k is not None:
-        return query, *keys_values(params, config, x, positions)
-    key, value = jnp.split(both[..., query_size:], 2, axis=-1)
-    return query, *_of_heads(params, config, key, value, positions)
+    return rope(query, positions, config.rope)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -189,26 +142,9 @@ def keys_values(
     params: BlockParams, config: BlockConfig, x: jax.Array, positions: jax.Array
 ) -> tuple[Float[Array, "... W G E"], Float[Array, "... W G E"]]:
     """Rotated keys, and values, of already normed rows (or of context features)."""
-    if params.k is None:
-        first = config.num_heads * config.head_width
-        bias = None if params.q_bias is None else params.q_bias[first:]
-        key, value = jnp.split(dot(x, params.q[first:], bias), 2, axis=-1)
-    else:
-        assert params.v is not None
-        key = dot(x, params.k, params.k_bias)
-        value = dot(x, params.v, params.v_bias)
-    return _of_heads(params, config, key, value, positions)
-
-
-def _of_heads(
-    params: BlockParams,
-    config: BlockConfig,
-    key: jax.Array,
-    value: jax.Array,
-    positions: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    shape = (*key.shape[:-1], config.num_kv_heads, config.head_width)
-    key, value = key.reshape(shape), value.reshape(shape)
+    shape = (*x.shape[:-1], config.num_kv_heads, config.head_width)
+    key = dot(x, params.k, params.k_bias).reshape(shape)
+    value = dot(x, params.v, params.v_bias).reshape(shape)
     if params.k_norm is not None:
         key = rms_norm(key, params.k_norm, config.rms_eps)
     return rope(key, positions, config.rope), value
@@ -220,10 +156,7 @@ def swiglu(
 ) -> Float[Array, "... D"]:
     """down(silu(gate(x)) * up(x)), the last product in `dtype` (default: x's)."""
     gate = dot(x, params.gate, params.gate_bias)
-    if params.up is None:
-        gate, up = jnp.split(gate, 2, axis=-1)
-    else:
-        up = dot(x, params.up, params.up_bias)
+    up = dot(x, params.up, params.up_bias)
     return dot(jax.nn.silu(gate) * up, params.down, params.down_bias, dtype)
 
 

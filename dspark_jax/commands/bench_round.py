@@ -8,7 +8,7 @@ from dspark_jax.commands import failure, options
 
 SHAPES = ("qwen3-4b", "tiny")
 PARTS = ("round", "plain", "draft", "markov", "target", "verdict", "observe")
-BASE, MERGED, GRAPH = "base", "merged", "graph"
+BASE, GRAPH = "base", "graph"
 # Captures a whole loop in one CUDA graph, not only what runs between two looks of the
 # host at its predicate.
 GRAPH_OPTIONS = {
@@ -33,12 +33,12 @@ examples:
   dspark bench round --batches 1 8 --output round.json --plot round.png
   dspark bench round --shapes qwen3-4b --dtype bfloat16 --batches 1 64
   dspark bench round --batches 1 --parts round plain --accepted-length 3
-  dspark bench round --variants base merged merged,xla_gpu_enable_triton_gemm=false
+  dspark bench round --variants base graph xla_gpu_enable_triton_gemm=false
   dspark bench round --batches --markov-cells 1x7 128x7 1x15/64 --temperature 1
 
 A variant is a list of settings, separated by commas, that all batch sizes run in turn
-with the others: base (nothing), merged (q, k, v and gate, up as one matrix each), graph
-(the loop as one CUDA graph), candidates=N, or a compiler option xla_NAME=VALUE.
+with the others: base (nothing), graph (the loop as one CUDA graph), candidates=N, or a
+compiler option xla_NAME=VALUE.
 --shapes takes random weights of a model's shapes. They accept nothing: times are those
 of a round, whatever is accepted. A Markov cell is BATCHxK, or BATCHxK/CANDIDATES.
 """
@@ -49,7 +49,6 @@ class Variant(NamedTuple):
 
     name: str
     candidates: int | None
-    is_merged: bool
     compiler: dict[str, Any]
 
 
@@ -199,7 +198,6 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _variant(text: str, candidates: int | None) -> Variant:
     compiler: dict[str, Any] = {}
-    is_merged = False
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name == "candidates" and value.isdecimal() and int(value) > 0:
@@ -208,14 +206,12 @@ def _variant(text: str, candidates: int | None) -> Variant:
             compiler[name] = {"true": True, "false": False}.get(value, value)
         elif part == GRAPH:
             compiler |= GRAPH_OPTIONS
-        elif part == MERGED:
-            is_merged = True
         elif part != BASE:
             raise failure.Failure(
-                "--variants must be made of base, merged, graph, candidates=N and "
+                "--variants must be made of base, graph, candidates=N and "
                 f"xla_NAME=VALUE, got {part!r}"
             )
-    return Variant(text, candidates, is_merged, compiler)
+    return Variant(text, candidates, compiler)
 
 
 def _cell(text: str) -> Cell:

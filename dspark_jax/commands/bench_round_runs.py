@@ -36,8 +36,6 @@ class _Bench:
         about: dict[str, Any],
     ):
         self._arguments, self._models, self._variants = arguments, loaded, variants
-        is_needed = any(variant.is_merged for variant in variants)
-        self._merged = loaded.merged() if is_needed else loaded
         self._begin = time.perf_counter()
         self._key = jax.random.key(arguments.seed)
         self.result: dict[str, Any] = {
@@ -159,8 +157,7 @@ class _Bench:
         parts: dict[tuple[str, str], Part] = {}
         compilers: dict[tuple[str, str], dict[str, Any]] = {}
         for variant, of_variant in zip(variants, settings, strict=True):
-            models = self._merged if variant.is_merged else self._models
-            made = round_parts.make_parts(self._key, models, of_variant, names)
+            made = round_parts.make_parts(self._key, self._models, of_variant, names)
             for name, part in made.items():
                 parts[variant.name, name] = part
                 compilers[variant.name, name] = variant.compiler

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import layers, sampling
+from dspark_jax import sampling
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import commit, prefill, round, verify
 from dspark_jax.drafters import dspark
@@ -41,14 +41,6 @@ class Models:
     target_params: PyTree
     drafter: Drafter
     drafter_params: dspark.DSparkParams
-
-    def merged(self) -> "Models":
-        """The same models with merged projections (`layers.merged`)."""
-        return dataclasses.replace(
-            self,
-            target_params=layers.merged(self.target_params),
-            drafter_params=layers.merged(self.drafter_params),
-        )
 
 
 class Part(NamedTuple):

@@ -44,14 +44,14 @@ def test_a_model_of_files(run, target, drafters):
         "bench", "round", "--target", target, "--drafter",
         drafters["dspark_vanilla_b4"], "--batches", 1, "--parts", "round",
         "--markov-cells", "--context", 40, "--draft-length", 2, "--repeats", 1,
-        "--steps", 1, "--temperature", 0.7, "--variants", "base", "merged,candidates=8",
+        "--steps", 1, "--temperature", 0.7, "--variants", "base", "candidates=8",
         "--json",
     )  # fmt: skip
     assert status == 0, err
     found = json.loads(out.splitlines()[-1])
     assert not found["is_random"]
     variants = found["points"][0]["variants"]
-    assert set(variants) == {"base", "merged,candidates=8"}
+    assert set(variants) == {"base", "candidates=8"}
     assert all(variant["rounds_per_second"] > 0 for variant in variants.values())
 
 
@@ -76,7 +76,7 @@ BAD = (
         ("--batches", "--markov-cells"),
         "--batches or --markov-cells must name something",
     ),
-    (("--variants", "fast"), "--variants must be made of base, merged, graph"),
+    (("--variants", "fast"), "--variants must be made of base, graph"),
     (("--variants", "candidates=0"), "got 'candidates=0'"),
     (("--markov-cells", "1x"), "--markov-cells must be BATCHxK or BATCHxK/CANDIDATES"),
     (("--markov-cells", "1x7/"), "got '1x7/'"),
