@@ -198,7 +198,8 @@ class PagedCache(flax.struct.PyTreeNode):
         if name == "xla":
             context = self.context(layer)
             return kv_cache.attend_apart(query, key, value, *context, first), self
-        mapped = jnp.sum(jnp.cumprod((self.table >= 0).astype(jnp.int32), axis=1), 1)
+        is_mapped = jnp.cumprod(self.table >= 0, axis=1, dtype=jnp.int32)
+        mapped = jnp.sum(is_mapped, axis=1, dtype=jnp.int32)
         end = jnp.minimum(first + query.shape[1], mapped * pages.shape[2])
         cache = self.write(layer, key, value, positions)
         last = jnp.broadcast_to(end[:, None] - 1, positions.shape)

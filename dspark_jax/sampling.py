@@ -157,7 +157,7 @@ def make_row(
         top=top,
         cut=cut,
         log_normaliser=jnp.log(jnp.sum(mass, axis=-1)),
-        point=jnp.where(temperature > 0, -1, largest).astype(jnp.int32),
+        point=jnp.where(_is_random(temperature), -1, largest).astype(jnp.int32),
     )
 
 
@@ -180,8 +180,13 @@ def scale(
     temperature: Float[Array, "..."],
 ) -> Float[Array, "... N"]:
     """(logits - top) / T; T = 0 divides by 1 (such rows are point masses)."""
-    safe = jnp.where(temperature > 0, temperature, 1.0)
+    safe = jnp.where(_is_random(temperature), temperature, 1.0)
     return (logits - top[..., None]) / safe[..., None]
+
+
+def _is_random(temperature: Float[Array, "..."]) -> Bool[Array, "..."]:
+    """Whether a temperature is above 0; what a device may flush to 0 is 0."""
+    return temperature >= jnp.finfo(jnp.float32).tiny
 
 
 def probability(
@@ -219,24 +224,31 @@ def draw(
     temperature: Float[Array, "..."] | None,
     gumbel: Float[Array, "... N"] | None,
 ) -> Int[Array, "..."]:
-    """Index drawn from `row`: argmax of logits + T * gumbel over the kept logits.
+    """Index drawn from `row`: argmax of logits - top + T * gumbel over the kept ones.
 
     At T = 0 this is the argmax of the logits, with no division.
     """
     if temperature is None or gumbel is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     kept = scale(logits, row.top, temperature) >= row.cut[..., None]
-    perturbed = jnp.where(kept, perturb(logits, temperature, gumbel), -jnp.inf)
+    perturbed = perturb(logits, row.top, temperature, gumbel)
+    perturbed = jnp.where(kept, perturbed, -jnp.inf)
     return jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
 
 
 def perturb(
     logits: Float[Array, "... N"],
+    top: Float[Array, "..."],
     temperature: Float[Array, "..."],
     gumbel: Float[Array, "... N"],
 ) -> Float[Array, "... N"]:
-    """logits + T * gumbel, whose argmax is a draw."""
-    return logits + jnp.maximum(temperature, 0.0)[..., None] * gumbel
+    """logits - top + T * gumbel, whose argmax is a draw.
+
+    Beside a large logit a small T * gumbel would be rounded away: near ties would not
+    be drawn at their rate. Their distance to the largest logit is exact.
+    """
+    noise_scale = jnp.maximum(temperature, 0.0)[..., None]
+    return (logits - top[..., None]) + noise_scale * gumbel
 
 
 class Choice(flax.struct.PyTreeNode):
@@ -284,8 +296,8 @@ class DraftSampler(flax.struct.PyTreeNode):
     ) -> Choice:
         """The token of slot `slot`, with its Row only if the draw needed one.
 
-        Only cuts need it: argmax(logits + T G) knows no normaliser, and what must be
-        done slot by slot is the shorter for it. A row that is not finite is drawn
+        Only cuts need it: argmax(logits - top + T G) knows no normaliser, and what must
+        be done slot by slot is the shorter for it. A row that is not finite is drawn
         uniformly, or at temperature 0 is its first token.
         """
         batch, support = logits.shape
@@ -306,7 +318,8 @@ class DraftSampler(flax.struct.PyTreeNode):
             else:
                 assert self.streams is not None
                 gumbel = noise.round_gumbel(self.streams, slot, ids)
-            perturbed = perturb(logits, temperature, gumbel)
+            finite_top = jnp.where(is_finite, top, 0.0)
+            perturbed = perturb(logits, finite_top, temperature, gumbel)
             if has_cuts(self.sampling):
                 row = make_row(logits, self.sampling)
                 is_kept = scale(logits, row.top, temperature) >= row.cut[..., None]

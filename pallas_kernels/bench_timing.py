@@ -89,7 +89,9 @@ def ceiling() -> dict[str, float]:
     matrix = jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16)
     multiply = jax.jit(lambda a: a @ a)
     rate = 2 * side**3 / _best(lambda: multiply(matrix)) / 1e12
-    return {"copy_tb_per_s": round(max(rates), 3), "matmul_tflops": round(rate, 1)}
+    # Significant digits: a slow processor's ceiling must not become 0.
+    found = {"copy_tb_per_s": max(rates), "matmul_tflops": rate}
+    return {name: float(f"{value:.4g}") for name, value in found.items()}
 
 
 def _best(function: Callable[[], Any], count: int = 10) -> float:

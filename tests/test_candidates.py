@@ -24,9 +24,9 @@ def test_blocks_find_what_a_sort_finds(size, num, kind):
         logits = np.where(rng.random(logits.shape) < 0.5 * num / size, logits, -np.inf)
     if kind == "sorted":
         logits = np.sort(logits)  # the best lie in few blocks, at the end
-    found = candidates.by_blocks(jnp.asarray(logits), num)
-    # A stable sort by value, so that equal ones stay in order of their ids.
-    index = np.argsort(-logits, axis=-1, kind="stable")[..., :num]
+    found = jax.jit(candidates.by_blocks, static_argnums=1)(jnp.asarray(logits), num)
+    # A stable sort in the total order (0.0 before -0.0); equal ones in order of ids.
+    index = np.lexsort((np.signbit(logits), -logits), axis=-1)[..., :num]
     np.testing.assert_array_equal(found[1], index)
     np.testing.assert_array_equal(found[0], np.take_along_axis(logits, index, -1))
 

@@ -178,6 +178,32 @@ def test_draws_have_the_law_of_the_row():
         assert (chi2 - freedom) / np.sqrt(2 * freedom) < 5
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-5, 0.5])
+def test_near_ties_of_large_logits_are_drawn_at_their_rate(temperature):
+    # Beside 30, T * gumbel would be rounded to multiples of 2e-6.
+    count = 100_000
+    logits = jnp.broadcast_to(jnp.float32([30.0, 30.0 - 2e-6, 20.0]), (count, 3))
+    settings = sampling.check_sampling(Sampling(temperature=temperature), count)
+    row = sampling.make_row(logits, settings)
+    gumbel = jax.random.gumbel(jax.random.key(0), (count, 3))
+    drawn = sampling.draw(logits, row, settings.temperature, gumbel)
+    ids = jnp.broadcast_to(jnp.arange(3), (count, 3))
+    q = sampling.probability(logits, ids, row, settings.temperature)[0, 0]
+    error = np.mean(np.asarray(drawn) == 0) - q
+    assert abs(error) < 5 * np.sqrt(q * (1 - q) / count)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-40])
+def test_a_temperature_that_a_device_flushes_to_0_is_0(temperature):
+    logits = jnp.float32([[1.0, 1.5, 1.5]])
+    settings = sampling.check_sampling(Sampling(temperature=temperature), 1)
+    row = sampling.make_row(logits, settings)
+    assert row.point.tolist() == [1]
+    assert jnp.isfinite(row.log_normaliser).all()
+    gumbel = jnp.float32([[80.0, 0.0, 1.0]])
+    assert sampling.draw(logits, row, settings.temperature, gumbel).tolist() == [1]
+
+
 def test_without_a_temperature_everything_is_greedy():
     logits = jnp.asarray(np.random.default_rng(3).normal(size=(B, V)), jnp.float32)
     p, index, log_p, row = evaluate(logits, Sampling(), None)

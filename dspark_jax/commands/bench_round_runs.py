@@ -43,6 +43,9 @@ class _Bench:
             **provenance.of_machine(),
             **about,
             "dtype": arguments.dtype,
+            "attention": arguments.attention,
+            "candidates": arguments.candidates,
+            "draft_vocabulary": arguments.draft_vocabulary,
             "rule": arguments.rule,
             "temperature": arguments.temperature,
             "context": arguments.context,
@@ -114,7 +117,7 @@ class _Bench:
             settings = [
                 self._setting(
                     cell.batch,
-                    _CELL_CONTEXT,
+                    _CELL_CONTEXT + 4 * cell.draft_length,
                     cell.draft_length,
                     variant._replace(candidates=cell.candidates),
                 )
@@ -164,9 +167,16 @@ class _Bench:
 
         def compiled(at: tuple[str, str]) -> device_loops.Loop:
             part = parts[at]
-            return device_loops.compile_loop(
-                part.step, state, part.inputs, compilers[at]
-            )
+            try:
+                return device_loops.compile_loop(
+                    part.step, state, part.inputs, compilers[at]
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if compilers[at] and "INVALID_ARGUMENT" in str(error):
+                    raise failure.Failure(
+                        f"--variants: {at[0]!r} is refused by the compiler: {error}"
+                    ) from error
+                raise
 
         with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
             loops = dict(zip(parts, pool.map(compiled, parts), strict=True))

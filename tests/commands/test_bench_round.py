@@ -65,6 +65,15 @@ def test_time_is_up(run):
     assert "time is up" in err
 
 
+def test_an_option_that_the_compiler_does_not_know(run):
+    status, out, err = run(
+        "bench", "round", "--shapes", "tiny", "--batches", 1, "--parts", "verdict",
+        "--variants", "xla_nonsense=1", "--json",
+    )  # fmt: skip
+    assert (status, out) == (2, "")
+    assert "--variants: 'xla_nonsense=1' is refused by the compiler" in err
+
+
 BAD = (
     (("--batches", 0), "--batches must be at least 1, got 0"),
     (("--repeats", 0), "--repeats must be at least 1, got 0"),
@@ -78,6 +87,7 @@ BAD = (
     ),
     (("--variants", "fast"), "--variants must be made of base, graph"),
     (("--variants", "candidates=0"), "got 'candidates=0'"),
+    (("--attention", "mosaic_tpu"), "--attention mosaic_tpu needs a tpu, this is"),
     (("--markov-cells", "1x"), "--markov-cells must be BATCHxK or BATCHxK/CANDIDATES"),
     (("--markov-cells", "1x7/"), "got '1x7/'"),
     (("--output", "no/such/x.json"), "--output: no such folder: no/such"),
