@@ -38,7 +38,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
         "--attention",
         choices=config.ATTENTIONS,
         default="auto",
-        help="over the caches: XLA, a kernel, or what was measured fastest (auto)",
+        help="over the caches: xla, a kernel, or auto: xla unless one was faster",
     )
 
 

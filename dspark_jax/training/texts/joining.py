@@ -76,7 +76,7 @@ def join(
                 for begin in range(0, bucket.num_rows, _CHUNK):
                     rows = bucket.take(slice(begin, begin + _CHUNK))
                     tokens, mask = np.asarray(rows.tokens), np.asarray(rows.loss_mask)
-                    is_new = np.asarray([_is_new(row, seen) for row in tokens])
+                    is_new = np.array([_is_new(row, seen) for row in tokens], np.bool_)
                     writer.add(tokens[is_new], mask[is_new])
                     counts.num_rows += int(is_new.sum())
                     counts.num_tokens += int(is_new.sum()) * bucket.length
