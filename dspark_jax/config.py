@@ -89,7 +89,7 @@ class DecoderConfig:
     """A decoder-only target of the Llama/Qwen3 family.
 
     `attention` is how its cache is attended, and that of its drafter: "xla", a kernel's
-    name, or "auto", the one that was measured fastest for each shape. `fingerprint`
+    name, or "auto": XLA, or mosaic_gpu where that was measured faster. `fingerprint`
     names the weights by their sizes and the final norm: loaders set it, and a drafter
     trained for another one is refused. An empty one is not checked.
     """
