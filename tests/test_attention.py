@@ -4,6 +4,7 @@ The TPU kernel's interpreter is the quickest on a CPU; all kernels share the wir
 """
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,17 @@ def test_a_draft_block_over_pages():
         got, want = both(functools.partial(paged_view, known=first), call)
         close(got[:compared], want[:compared])
         assert np.all(np.isfinite(got))
+
+
+def test_a_draft_block_over_pages_keeps_its_types_under_x64(rng):
+    view = paged_view(rng, "mosaic_tpu")
+    block = rows(rng, B, W)
+    positions = jnp.asarray([[20, 21, 22]] * B, jnp.int32)
+    with jax.enable_x64(True):
+        out, _ = jax.eval_shape(
+            lambda view, *block: view.attend_block(0, *block, positions), view, *block
+        )
+    assert (out.shape, out.dtype) == (block[0].shape, bf16)
 
 
 def test_vmap_makes_one_call_of_more_requests(rng):
@@ -363,6 +375,13 @@ def test_whole_programs_lower_with_the_kernel(make, monkeypatch):
     kernels = traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu")
     assert kernels == (3 if make is generate_program else 2)
     assert "@mosaic_gpu" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_a_field_called_attention_of_another_target_is_not_ours():
+    target, _ = make_models("xla")
+    theirs = target._replace(config=types.SimpleNamespace(attention="gqa"))
+    assert dspark._implementation(target) == "xla"
+    assert dspark._implementation(theirs) == "auto"
 
 
 def test_on_a_cpu_auto_is_the_program_of_xla():

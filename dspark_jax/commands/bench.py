@@ -6,13 +6,12 @@ import json
 from dspark_jax import config
 from dspark_jax.commands import bench_round, failure, options
 
-SHAPES = ("qwen3-4b", "tiny")
 DEFAULT_CONCURRENCY = [1, 4, 16]
 
 SUMMARY = "measure serving by mode, or a speculative round against its floor"
 DESCRIPTION = """\
 bench serve compares the modes of the serving engine under load; bench round times a
-speculative round and its parts against what the device's memory allows.
+speculative round and its parts against their floor, set by copies and products.
 """
 EPILOG = """\
 examples:
@@ -157,7 +156,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     add("--sts", metavar="FILE", help="a calibration of `dspark calibrate`")
     add = parser.add_argument_group("random weights").add_argument
-    add("--shapes", choices=SHAPES, help="random weights of these shapes")
+    add("--shapes", choices=bench_round.SHAPES, help="random weights of these shapes")
     add("--replay", metavar="FILE", help="acceptance: of `dspark calibrate --json`")
     add(
         "--replay-domains",

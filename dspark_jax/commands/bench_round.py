@@ -19,7 +19,7 @@ GRAPH_OPTIONS = {
 DEFAULT_CONTEXT = {"qwen3-4b": 2048, "tiny": 64, None: 512}
 DEFAULT_CELLS = ["1x7", "128x7", "1x15/64", "128x7/64"]
 
-SUMMARY = "a speculative round and its parts against what memory allows"
+SUMMARY = "a speculative round and its parts against their floor"
 DESCRIPTION = """\
 bench round times one speculative round, one step of plain decoding and each part of a
 round: the drafter's pass, the Markov loop, the target's pass, the verdict (sampling,
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="rounds of a loop (default: as many as take a fifth of a second)",
+        help="rounds of a loop (default: a fifth of a second's, at most 256)",
     )
     add(
         "--kernels",

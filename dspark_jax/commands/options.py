@@ -116,14 +116,14 @@ def check(arguments: argparse.Namespace, rules: dict[str, tuple]) -> None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not is_valid(value):
                 raise failure.Failure(f"{option(name)} must be {rule}, got {value}")
-    kernel = getattr(arguments, "attention", "auto")
-    if kernel in KERNEL_PLATFORMS:
+    attention = getattr(arguments, "attention", "auto")
+    if attention in KERNEL_PLATFORMS:
         import jax
 
-        needed, here = KERNEL_PLATFORMS[kernel], jax.default_backend()
+        needed, here = KERNEL_PLATFORMS[attention], jax.default_backend()
         if here != needed:
             raise failure.Failure(
-                f"--attention {kernel} needs a {needed}, this is {here}"
+                f"--attention {attention} needs a {needed}, this is {here}"
             )
 
 

@@ -19,7 +19,7 @@ from dspark_jax.types import PyTree
 # (state, inputs) -> (state, results)
 Step = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
-_LEAST_SECONDS = 0.2  # of one call, so that its launch does not count
+_CALL_SECONDS = 0.2  # of one call, if _MOST_STEPS allow: its launch counts little
 _MOST_STEPS = 256
 
 # In the text of a compiled program: "  %name = TYPE operation(...".
@@ -122,7 +122,7 @@ def measure(
     for name in loops:
         seconds(name, 1)
         one = min(seconds(name, 2) / 2 for _ in range(2))
-        counts[name] = steps or min(max(int(_LEAST_SECONDS / one), 2), _MOST_STEPS)
+        counts[name] = steps or min(max(int(_CALL_SECONDS / one), 2), _MOST_STEPS)
     times: dict[str, list[float]] = {name: [] for name in loops}
     for repeat in range(repeats):
         if repeat and deadline is not None and time.perf_counter() > deadline:

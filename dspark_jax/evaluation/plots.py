@@ -2,8 +2,8 @@
 
 They show what the JSON holds: conditional acceptance by slot (the paper's Figure 2), τ
 by domain, τ by depth and by block size (3, 4), threshold curves (5), reliability
-diagrams (6), step costs, throughput by load (7), and the roofline of a
-round. matplotlib is the extra `plots`.
+diagrams (6), step costs, throughput by load (7), and the roofline of a round.
+matplotlib is the extra `plots`.
 """
 
 import contextlib
