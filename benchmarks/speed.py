@@ -152,9 +152,7 @@ class Peer:
             "model.norm.weight": target_params.final_norm,
         }
         for layer, params in enumerate(target_params.layers):
-            for field, name in load.BLOCK_NAMES.items():
-                if getattr(params, field) is not None:
-                    tensors[f"model.layers.{layer}.{name}"] = getattr(params, field)
+            tensors |= load.block_tensors(block, params, f"model.layers.{layer}.")
         safetensors.numpy.save_file(
             {name: np.asarray(value) for name, value in tensors.items()},
             folder / "model.safetensors",

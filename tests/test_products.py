@@ -33,6 +33,18 @@ def test_products_of_16_bits(dtype, rows):
     np.testing.assert_allclose(got, want, atol=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("rows", "dtype", "run"),
+    [(1, "bfloat16", 8), (7, "float16", 8), (9, "bfloat16", 9), (1, "float32", 1)],
+)
+def test_few_rows_of_16_bits_are_8_on_a_gpu(rows, dtype, run):
+    x, weight = jnp.zeros((rows, 64), dtype), jnp.zeros((16, 64), dtype)
+    traced = jax.jit(lambda x, w: products.product(x, w, jnp.float32)).trace(x, weight)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (product,) = (line for line in text.splitlines() if "dot_general" in line)
+    assert product.rstrip().endswith(f"-> tensor<{run}x16xf32>")
+
+
 def test_rows_do_not_reach_each_other():
     """A row that is not finite stays alone: requests of a batch share products."""
     x = jnp.ones((8, 576), jnp.float32).at[3].set(jnp.nan)

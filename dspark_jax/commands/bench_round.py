@@ -4,6 +4,7 @@ import argparse
 import json
 from typing import Any, NamedTuple
 
+from dspark_jax import config
 from dspark_jax.commands import failure, options
 
 SHAPES = ("qwen3-4b", "tiny")
@@ -33,12 +34,13 @@ examples:
   dspark bench round --batches 1 8 --output round.json --plot round.png
   dspark bench round --shapes qwen3-4b --dtype bfloat16 --batches 1 64
   dspark bench round --batches 1 --parts round plain --accepted-length 3
+  dspark bench round --variants attention=xla attention=mosaic_gpu --context 512 4096
   dspark bench round --variants base graph xla_gpu_enable_triton_gemm=false
   dspark bench round --batches --markov-cells 1x7 128x7 1x15/64 --temperature 1
 
 A variant is a list of settings, separated by commas, that all batch sizes run in turn
-with the others: base (nothing), graph (the loop as one CUDA graph), candidates=N, or a
-compiler option xla_NAME=VALUE.
+with the others: base (nothing), graph (the loop as one CUDA graph), candidates=N,
+attention=NAME, or a compiler option xla_NAME=VALUE.
 --shapes takes random weights of a model's shapes. They accept nothing: times are those
 of a round, whatever is accepted. A Markov cell is BATCHxK, or BATCHxK/CANDIDATES.
 """
@@ -49,6 +51,7 @@ class Variant(NamedTuple):
 
     name: str
     candidates: int | None
+    attention: str | None
     compiler: dict[str, Any]
 
 
@@ -77,8 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--context",
         type=int,
+        nargs="+",
         metavar="S",
-        help="tokens in the caches (default 2048 for qwen3-4b, else 512)",
+        help="tokens in the caches (default 2048 for qwen3-4b, else 512); all batch "
+        "sizes with each",
     )
     options.add_draft_length(add)
     options.add_rule(add)
@@ -176,7 +181,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Refuses what can be refused before a model is loaded."""
     if arguments.context is None:
-        arguments.context = DEFAULT_CONTEXT[arguments.shapes]
+        arguments.context = [DEFAULT_CONTEXT[arguments.shapes]]
     positive = (lambda value: 0 < value < float("inf")), "a positive number"
     rules = {name: options.at_least(1) for name in ("batches", "repeats", "steps")}
     kept = ("draft_vocabulary", "candidates", "draft_length", "seed", "temperature")
@@ -198,20 +203,24 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _variant(text: str, candidates: int | None) -> Variant:
     compiler: dict[str, Any] = {}
+    attention = None
     for part in text.split(","):
         name, _, value = part.partition("=")
         if name == "candidates" and value.isdecimal() and int(value) > 0:
             candidates = int(value)
+        elif name == "attention" and value in config.ATTENTIONS:
+            options.check_attention("--variants: attention", value)
+            attention = value
         elif name.startswith("xla_") and value:
             compiler[name] = {"true": True, "false": False}.get(value, value)
         elif part == GRAPH:
             compiler |= GRAPH_OPTIONS
         elif part != BASE:
             raise failure.Failure(
-                "--variants must be made of base, graph, candidates=N and "
-                f"xla_NAME=VALUE, got {part!r}"
+                "--variants must be made of base, graph, candidates=N, attention=NAME "
+                f"and xla_NAME=VALUE, got {part!r}"
             )
-    return Variant(text, candidates, compiler)
+    return Variant(text, candidates, attention, compiler)
 
 
 def _cell(text: str) -> Cell:

@@ -48,7 +48,6 @@ class _Bench:
             "draft_vocabulary": arguments.draft_vocabulary,
             "rule": arguments.rule,
             "temperature": arguments.temperature,
-            "context": arguments.context,
             "draft_length": self._length,
             "accepted_length": arguments.accepted_length,
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -62,7 +61,12 @@ class _Bench:
     def run(self, cells: Sequence[Cell]) -> None:
         """All batch sizes, then the Markov cells."""
         given = self._arguments
-        work: list[Any] = [self._point(batch) for batch in given.batches if given.parts]
+        work: list[Any] = [
+            self._point(batch, context)
+            for context in given.context
+            for batch in given.batches
+            if given.parts
+        ]
         work += [self._cell(cell) for cell in cells]
         until = None
         if given.time_limit is not None:
@@ -89,24 +93,28 @@ class _Bench:
         block_size = self._models.drafter.config.block_size
         return self._arguments.draft_length or block_size
 
-    def _point(self, batch: int) -> Any:
+    def _point(self, batch: int, context: int) -> Any:
         def run(deadline: float | None) -> None:
             given = self._arguments
             settings = [
-                self._setting(batch, given.context, self._length, variant)
+                self._setting(batch, context, self._length, variant)
                 for variant in self._variants
             ]
             measured = self._measure(
                 self._variants, settings, tuple(given.parts), deadline
             )
-            point: dict[str, Any] = {"batch": batch, "variants": {}}
+            point: dict[str, Any] = {
+                "batch": batch,
+                "context": context,
+                "variants": {},
+            }
             for variant, parts in measured.items():
                 point["variants"][variant] = {
                     "parts": parts,
                     **_speeds(parts, batch, given.accepted_length),
                 }
             self.result["points"].append(point)
-            self._say(f"batch {batch}: {self._times(measured)}")
+            self._say(f"batch {batch} x {context}: {self._times(measured)}")
 
         return run
 
@@ -145,6 +153,7 @@ class _Bench:
                 candidates=variant.candidates,
             ),
             temperature=given.temperature,
+            attention=variant.attention,
         )
 
     def _measure(
@@ -238,10 +247,10 @@ def measure(
             "--draft-length must be at most the drafter's block size "
             f"{loaded.drafter.config.block_size}, got {length}"
         )
-    if arguments.context > loaded.target.config.max_position:
+    if max(arguments.context) > loaded.target.config.max_position:
         raise failure.Failure(
             "--context must be at most the target's max_position "
-            f"{loaded.target.config.max_position}, got {arguments.context}"
+            f"{loaded.target.config.max_position}, got {max(arguments.context)}"
         )
     runs = _Bench(arguments, loaded, variants, about)
     runs.run(cells)
@@ -256,7 +265,7 @@ def rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield part | {
                     "part": name,
                     "variant": variant,
-                    "batch": str(point["batch"]),
+                    "batch": f"{point['batch']} x {point['context']}",
                 }
     for cell in result["markov"]:
         for variant, part in cell["variants"].items():
@@ -270,8 +279,7 @@ def print_table(result: dict[str, Any]) -> None:
 
     ceiling = result["ceiling"]
     table = rich.table.Table(
-        title=f"{result['target']}, {result['device']}, {result['dtype']}, context "
-        f"{result['context']}"
+        title=f"{result['target']}, {result['device']}, {result['dtype']}"
     )
     for name in ("batch", "variant", "part"):
         table.add_column(name)

@@ -116,14 +116,18 @@ def check(arguments: argparse.Namespace, rules: dict[str, tuple]) -> None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not is_valid(value):
                 raise failure.Failure(f"{option(name)} must be {rule}, got {value}")
-    attention = getattr(arguments, "attention", "auto")
+    check_attention("--attention", getattr(arguments, "attention", "auto"))
+
+
+def check_attention(label: str, attention: str) -> None:
+    """Raises Failure if this is not the kernel's platform."""
     if attention in KERNEL_PLATFORMS:
         import jax
 
         needed, here = KERNEL_PLATFORMS[attention], jax.default_backend()
         if here != needed:
             raise failure.Failure(
-                f"--attention {attention} needs a {needed}, this is {here}"
+                f"{label} {attention} needs a {needed}, this is {here}"
             )
 
 

@@ -140,6 +140,8 @@ def kernels(
     Kernels whose names differ by a number only are one row; longest first. Empty where
     no kernels are recorded (on a CPU).
     """
+    if jax.default_backend() != "gpu":
+        return [], state
     from jax.experimental.mosaic.gpu import profiler
 
     running = _Running(loop, state, steps)

@@ -14,6 +14,7 @@ what the words are; random weights do as well as trained ones.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,7 @@ class Setting:
     context: int
     options: Speculation
     temperature: float = 0.0
+    attention: str | None = None  # None: as the models say
 
     def sampling(self) -> Sampling:
         return sampling.check_sampling(
@@ -106,7 +108,34 @@ def make_parts(
 ) -> dict[str, Part]:
     """The steps called `names`; random inputs stand for what other parts make."""
     builder = _Builder(key, models, setting)
-    return {name: getattr(builder, name)() for name in names}
+    parts: dict[str, Part] = {name: getattr(builder, name)() for name in names}
+    if setting.attention is None:
+        return parts
+    return {
+        name: part._replace(step=_attended(part.step, setting.attention))
+        for name, part in parts.items()
+    }
+
+
+def _attended(step: Step, implementation: str) -> Step:
+    """The step with another attention, over the same state."""
+
+    def attended(state: DecodeState, inputs: PyTree) -> tuple[DecodeState, PyTree]:
+        caches = (state.target_cache, state.drafter_state)
+        state, result = step(_with_attention(state, [implementation] * 2), inputs)
+        return _with_attention(
+            state, [cache.implementation for cache in caches]
+        ), result
+
+    return attended
+
+
+def _with_attention(state: DecodeState, names: Sequence[str]) -> DecodeState:
+    target, drafter = names
+    return state.replace(
+        target_cache=state.target_cache.replace(implementation=target),
+        drafter_state=state.drafter_state.replace(implementation=drafter),
+    )
 
 
 class _Builder:

@@ -204,9 +204,7 @@ def _tensors(config: DrafterConfig, params: DSparkParams) -> dict[str, np.ndarra
         "norm.weight": np.asarray(body.final_norm),
     }
     for layer, block in enumerate(body.layers):
-        for field, name in load_lib.BLOCK_NAMES.items():
-            if getattr(block, field) is not None:
-                tensors[f"layers.{layer}.{name}"] = np.asarray(getattr(block, field))
+        tensors |= load_lib.block_tensors(config.block, block, f"layers.{layer}.")
     if params.markov is not None:
         tensors["markov_head.markov_w1.weight"] = np.asarray(params.markov.w1)
         tensors["markov_head.markov_w2.weight"] = np.asarray(params.markov.w2)

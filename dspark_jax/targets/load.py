@@ -9,7 +9,8 @@ float32 copy of one model have the same.
 import dataclasses
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -20,26 +21,28 @@ from dspark_jax.config import Attention, BlockConfig, DecoderConfig
 from dspark_jax.targets import decoder, fetch, files
 from dspark_jax.types import Target
 
-# Our field and its Hugging Face name.
+# Our field and its Hugging Face names, more than one where our matrix joins theirs.
 BLOCK_NAMES = {
-    "input_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "post_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "o_bias": "self_attn.o_proj.bias",
-    "gate_bias": "mlp.gate_proj.bias",
-    "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
+    "input_norm": ("input_layernorm.weight",),
+    "qkv": (
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+    ),
+    "o": ("self_attn.o_proj.weight",),
+    "post_norm": ("post_attention_layernorm.weight",),
+    "gate_up": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "down": ("mlp.down_proj.weight",),
+    "q_norm": ("self_attn.q_norm.weight",),
+    "k_norm": ("self_attn.k_norm.weight",),
+    "qkv_bias": (
+        "self_attn.q_proj.bias",
+        "self_attn.k_proj.bias",
+        "self_attn.v_proj.bias",
+    ),
+    "o_bias": ("self_attn.o_proj.bias",),
+    "gate_up_bias": ("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "down_bias": ("mlp.down_proj.bias",),
 }
 
 
@@ -141,9 +144,10 @@ def block_shapes(config: BlockConfig, prefix: str) -> dict[str, tuple[int, ...]]
     """Hugging Face name -> shape of one block's tensors."""
     abstract = layers.abstract_block(config, np.float32)
     return {
-        prefix + name: getattr(abstract, field).shape
-        for field, name in BLOCK_NAMES.items()
+        prefix + name: (rows, *getattr(abstract, field).shape[1:])
+        for field, names in BLOCK_NAMES.items()
         if getattr(abstract, field) is not None
+        for name, rows in zip(names, _rows(config, abstract, field), strict=True)
     }
 
 
@@ -154,11 +158,35 @@ def block_params(
     abstract = layers.abstract_block(config, dtype)
     return layers.BlockParams(
         **{
-            field: to_device(tensors[prefix + name], dtype)
-            for field, name in BLOCK_NAMES.items()
+            field: to_device(_joined([tensors[prefix + n] for n in names]), dtype)
+            for field, names in BLOCK_NAMES.items()
             if getattr(abstract, field) is not None
         }
     )
+
+
+def block_tensors(
+    config: BlockConfig, params: layers.BlockParams, prefix: str
+) -> dict[str, np.ndarray]:
+    """One block as Hugging Face tensors; the inverse of `block_params`."""
+    tensors = {}
+    for field, names in BLOCK_NAMES.items():
+        if getattr(params, field) is not None:
+            array = np.asarray(getattr(params, field))
+            ends = np.cumsum(_rows(config, params, field))
+            for name, part in zip(names, np.split(array, ends[:-1]), strict=True):
+                tensors[prefix + name] = part
+    return tensors
+
+
+def _rows(config: BlockConfig, params: layers.BlockParams, field: str) -> Any:
+    """Rows of each of a field's tensors."""
+    sizes = layers.projection_sizes(config)
+    return sizes.get(field.removesuffix("_bias"), getattr(params, field).shape[:1])
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def to_device(array: np.ndarray, dtype: np.dtype) -> jax.Array:

@@ -43,15 +43,16 @@ def test_a_model_of_files(run, target, drafters):
     status, out, err = run(
         "bench", "round", "--target", target, "--drafter",
         drafters["dspark_vanilla_b4"], "--batches", 1, "--parts", "round",
-        "--markov-cells", "--context", 40, "--draft-length", 2, "--repeats", 1,
-        "--steps", 1, "--temperature", 0.7, "--variants", "base", "candidates=8",
-        "--json",
+        "--markov-cells", "--context", 40, 48, "--draft-length", 2, "--repeats", 1,
+        "--steps", 1, "--temperature", 0.7, "--variants", "base",
+        "candidates=8,attention=xla", "--kernels", "--json",
     )  # fmt: skip
     assert status == 0, err
     found = json.loads(out.splitlines()[-1])
     assert not found["is_random"]
+    assert [point["context"] for point in found["points"]] == [40, 48]
     variants = found["points"][0]["variants"]
-    assert set(variants) == {"base", "candidates=8"}
+    assert set(variants) == {"base", "candidates=8,attention=xla"}
     assert all(variant["rounds_per_second"] > 0 for variant in variants.values())
 
 
@@ -87,6 +88,11 @@ BAD = (
     ),
     (("--variants", "fast"), "--variants must be made of base, graph"),
     (("--variants", "candidates=0"), "got 'candidates=0'"),
+    (("--variants", "attention=fast"), "got 'attention=fast'"),
+    (
+        ("--variants", "attention=mosaic_tpu"),
+        "--variants: attention mosaic_tpu needs a tpu, this is",
+    ),
     (("--attention", "mosaic_tpu"), "--attention mosaic_tpu needs a tpu, this is"),
     (("--markov-cells", "1x"), "--markov-cells must be BATCHxK or BATCHxK/CANDIDATES"),
     (("--markov-cells", "1x7/"), "got '1x7/'"),

@@ -30,10 +30,19 @@ def test_a_whole_model_loads_with_its_rows_in_order(path, gguf_writer):
     assert config.stop_tokens == (0, 4)
     np.testing.assert_array_equal(params.embed, meant["token_embd.weight"])
     np.testing.assert_array_equal(params.layers[1].down, meant["blk.1.ffn_down.weight"])
-    for field, name, heads in (("q", "attn_q", HEADS), ("k", "attn_k", KV_HEADS)):
-        rows = np.asarray(getattr(params.layers[0], field))
+    tensors = load.block_tensors(config.block, params.layers[0], "")
+    for name, stored, heads in (("q", "attn_q", HEADS), ("k", "attn_k", KV_HEADS)):
+        rows = tensors[f"self_attn.{name}_proj.weight"]
         np.testing.assert_array_equal(
-            gguf_writer.permute(rows, heads), meant[f"blk.0.{name}.weight"]
+            gguf_writer.permute(rows, heads), meant[f"blk.0.{stored}.weight"]
+        )
+    for name, stored in (
+        ("self_attn.v_proj", "attn_v"),
+        ("mlp.gate_proj", "ffn_gate"),
+        ("mlp.up_proj", "ffn_up"),
+    ):
+        np.testing.assert_array_equal(
+            tensors[f"{name}.weight"], meant[f"blk.0.{stored}.weight"]
         )
     tokens = jnp.asarray([[1, 2, 3]], jnp.int32)
     positions = jnp.arange(3, dtype=jnp.int32)[None]

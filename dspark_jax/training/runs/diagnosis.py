@@ -30,7 +30,8 @@ UNIGRAM_FACTOR = 1.1
 LOW_SUPERVISED_SHARE = 0.05
 LOW_ANCHOR_SHARE = 0.25  # anchors kept, of those asked for
 EXCESS_SURPRISE = 0.5  # nats above the target's entropy; 0 for its own text at T = 1
-SHIFT_GAIN = 1.5  # a shifted text agrees so many times better
+SHIFT_GAIN = 1.5  # a shifted text agrees so many times better …
+SHIFT_MARGIN = 0.05  # … and by so much more: three sigma of 512 tokens at 15 %
 TAP_RANGE = (1 / 32, 32.0)  # rms of scaled taps; 1 is aimed at
 FEW_ROWS, FEW_STEPS, MANY_EPOCHS = 1000, 500, 30.0
 _SHIFTS = (-1, 0, 1)
@@ -163,7 +164,8 @@ def causes(findings: Findings) -> list[str]:
             "for: longer answers, or a smaller num_anchors"
         )
     shift, best = max(f.shifted_agreement.items(), key=lambda item: _known(item[1]))
-    if _known(best) > SHIFT_GAIN * _known(f.text_agreement):
+    own = _known(f.text_agreement)
+    if _known(best) > max(SHIFT_GAIN * own, own + SHIFT_MARGIN):
         found.append(
             f"the target's argmax agrees with {f.text_agreement:.1%} of the tokens, "
             f"but with {best:.1%} after a shift by {shift:+d}: text and target states "

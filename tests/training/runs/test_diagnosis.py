@@ -125,6 +125,12 @@ def test_a_shift_between_text_and_states(own):
     )
 
 
+def test_a_few_chance_agreements_are_no_shift(own, scale):
+    noise = {-1: 0.0, 1: 0.006}
+    found = own(tap_scale=scale)._replace(text_agreement=0.003, shifted_agreement=noise)
+    assert diagnosis.causes(found) == []
+
+
 def test_no_supervised_token_at_all(own):
     found = own(lambda rows: rows.replace(loss_mask=np.zeros_like(rows.loss_mask)))
     assert found.supervised_share == found.anchors_per_row == 0
