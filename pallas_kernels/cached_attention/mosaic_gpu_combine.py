@@ -99,7 +99,8 @@ def _worker(
                     out.at[first_row + row, head, :, where],
                 )
 
-        plgpu.wait_smem_to_gmem(0)
+        # Shared memory was read; the writes themselves end before the kernel does.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _joined(
