@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in _rows(arguments, report, deadline):
         _say(json.dumps(row))
         rows.append(row)
+        if arguments.out is not None:  # a run that is cut off leaves what it has
+            _write(arguments.out, report | {"results": rows})
     report["results"] = rows
     if arguments.plot is not None and arguments.op == "cached" and not arguments.check:
         _plot(arguments.plot, rows, report["ceiling"])

@@ -68,7 +68,11 @@ def _check_configs(name: str, case: cases.CachedCase) -> list[Any]:
     make = functools.partial(tuning.MosaicGpuConfig, warpgroups=2)
     more = []
     if case.name == "ragged":
-        more = [make(max_parts=20, workers=7), make(max_parts=3, warpgroups=1)]
+        more = [
+            make(max_parts=20, workers=7),
+            make(max_parts=3, warpgroups=1),
+            make(max_parts=3, overlaps=False),
+        ]
     return [make(max_parts=1), make(max_parts=3), *more]
 
 

@@ -109,7 +109,8 @@ def _ragged(batch: int, low: int, high: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.random.default_rng(0).integers(low, high, batch))
 
 
-_CELLS = ((1, 1024), (1, 8192), (8, 1024), (8, 8192), (64, 1024), (64, 8192))
+_LENGTHS = {1: (1024, 2048, 8192), 8: (1024, 2048, 8192), 64: (1024, 8192)}
+_CELLS = tuple((b, s) for b, lengths in _LENGTHS.items() for s in lengths)
 BENCH = (
     *(_qwen(f"block {b}x{s}", "block", (s,) * b, 7) for b, s in _CELLS),
     _qwen("block 64xragged", "block", _ragged(64, 1024, 8193), 7, capacity=8192),

@@ -145,6 +145,7 @@ def attend(
             jax.ShapeDtypeStruct((parts, count, kv_heads, ROWS, width), jnp.float32),
             jax.ShapeDtypeStruct((parts, count, kv_heads, ROWS), jnp.float32),
         ]
+    overlaps = config.overlaps and interpret is None  # interpreters have no such thing
     kernel = plgpu.kernel(
         functools.partial(
             mosaic_gpu_worker.worker,
@@ -153,6 +154,7 @@ def attend(
             workers=workers,
             window=window,
             scale=scale,
+            overlaps=overlaps,
         ),
         out_type=out_type,
         scratch_types=(mosaic_gpu_worker.scratch_types(shape, config, query.dtype),),
@@ -169,6 +171,8 @@ def attend(
     table = jnp.zeros((1, 1), jnp.int32)
     if page_table is not None:  # entries beyond a slot's keys may be anything
         table = jnp.clip(page_table, 0, keys.shape[0] - 1)
+    # The worker reads the first rows of it, the combine also the last ones: an operand
+    # of both, so that it is complete before the worker, whoever comes in between.
     spans_table = jnp.stack(
         [
             spans.first_row,
@@ -179,6 +183,7 @@ def attend(
             spans.first_tile,
             spans.num_tiles,
             plan.unit_start,
+            *plan.num_parts.T,
         ]
     )
     shares = jnp.stack(
@@ -194,10 +199,12 @@ def attend(
         shares,
     )
     if config.max_parts > 1:
-        tiles = jnp.concatenate(
-            [spans.first_row[None], spans.num_rows[None], plan.num_parts.T]
-        )
         out = mosaic_gpu_combine.combine(
-            out, *parts_out, tiles, rows=shape.rows, interpret=interpret
+            out,
+            *parts_out,
+            spans_table,
+            rows=shape.rows,
+            overlaps=overlaps,
+            interpret=interpret,
         )
     return out.reshape(total, heads, width)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.cached_attention import mosaic_gpu_worker
 from pallas_kernels.cached_attention.mosaic_gpu_softmax import FLOOR, ROWS
 
 
@@ -25,9 +26,10 @@ def combine(
     out: jax.Array,
     parts: jax.Array,
     sums: jax.Array,
-    tiles: jax.Array,
+    spans: jax.Array,
     *,
     rows: int,
+    overlaps: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """`out` [T, G, h, E] with the units filled in that were read in parts.
@@ -36,16 +38,19 @@ def combine(
       out: units that one worker read whole are there already; overwritten.
       parts: float32 [P, N', G, 64, E], rows folded.
       sums: float32 [P, N', G, 64].
-      tiles: int32 [2 + G, N']: first row, number of rows, and for every kv head how
-        many parts there are (the others hold anything); 1 = `out` has it.
+      spans: int32 [8 + G, N'], the worker's table; its last G rows say how many parts
+        a kv head has (the others hold anything); 1 = `out` has it.
       rows: rows of the packed query a tile has at most.
+      overlaps: it is launched while the worker ends.
       interpret: parameters of the interpreter.
     """
     _, count, kv_heads, _, width = parts.shape
     group = out.shape[2]
     columns = columns_a_worker(group, width)
     kernel = plgpu.kernel(
-        functools.partial(_worker, group=group, rows=rows, columns=columns),
+        functools.partial(
+            _worker, group=group, rows=rows, columns=columns, overlaps=overlaps
+        ),
         out_type=(),
         scratch_types=(plgpu.SMEM((ROWS, columns), out.dtype),),
         grid=(count, kv_heads, width // columns),
@@ -54,23 +59,37 @@ def combine(
         interpret=interpret,
     )
     joined = jax.new_ref(out)
-    kernel(parts, sums, tiles, joined)
+    kernel(parts, sums, spans, joined)
     return joined[...]
 
 
 def _worker(
-    parts: Any, sums: Any, tiles: Any, out: Any, joined: Any, *, group, rows, columns
+    parts: Any,
+    sums: Any,
+    spans: Any,
+    out: Any,
+    joined: Any,
+    *,
+    group: int,
+    rows: int,
+    columns: int,
+    overlaps: bool,
 ) -> None:
     tile, head = jax.lax.axis_index("tile"), jax.lax.axis_index("head")
     where = pl.ds(jax.lax.axis_index("columns") * columns, columns)
-    num_parts = tiles[2 + head, tile]
+    # The worker started after its table was complete, and this kernel after that.
+    num_parts = spans[mosaic_gpu_worker.NUM_FIELDS + head, tile]
+    first_row = spans[mosaic_gpu_worker.FIRST_ROW, tile]
+    num_rows = spans[mosaic_gpu_worker.NUM_ROWS, tile]
+    if overlaps:
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
 
     @pl.when(num_parts > 1)
     def _():
         acc = _joined(parts, sums, tile, head, where, num_parts)
         joined[...] = acc.astype(joined.dtype)
         plgpu.commit_smem()
-        first_row, num_rows = tiles[0, tile], tiles[1, tile]
         for row in range(rows):
 
             @pl.when(row < num_rows)
@@ -80,7 +99,8 @@ def _worker(
                     out.at[first_row + row, head, :, where],
                 )
 
-        plgpu.wait_smem_to_gmem(0)
+        # Shared memory was read; the writes themselves end before the kernel does.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _joined(

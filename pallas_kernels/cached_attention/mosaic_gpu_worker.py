@@ -17,8 +17,9 @@ from pallas_kernels.cached_attention.mosaic_gpu_softmax import Shape, Unit
 from pallas_kernels.cached_attention.tuning import MosaicGpuConfig
 
 ROWS = mosaic_gpu_softmax.ROWS
-# Rows of the table of spans.
+# Rows of the table of spans; the combine's follow.
 FIRST_ROW, NUM_ROWS, SLOT, FIRST_KEY, END_KEY, FIRST_TILE, NUM_TILES, START = range(8)
+NUM_FIELDS = 8
 
 
 def scratch_types(shape: Shape, config: MosaicGpuConfig, dtype: Any) -> dict[str, Any]:
@@ -84,23 +85,33 @@ def worker(
     workers: int,
     window: int | None,
     scale: float,
+    overlaps: bool,
 ) -> None:
     """The kernel's body; the arguments are described in `mosaic_gpu.attend`."""
     *outs, scratch = outs_and_scratch
+    if overlaps:
+        # Nothing is read or written before all earlier kernels have ended. The next
+        # kernel may only come after that: what this one reads is then complete for it.
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
     me = jax.lax.axis_index("worker")
-    num_units = shares[1, me]
+    # All at once: a load takes as long as a tile of keys.
+    first_unit, num_units, share = (shares[field, me] for field in range(3))
+    only = None
+    if spans.shape[1] == 1:
+        only = [spans[field, 0] for field in range(NUM_FIELDS)]
 
     def unit_at(index: jax.Array) -> Unit:
         is_whole = config.max_parts == 1
-        number = me + index * workers if is_whole else shares[0, me] + index
-        run = jax.lax.div(number, shape.kv_heads)
+        number = me + index * workers if is_whole else first_unit + index
+        run = jax.lax.div(number, shape.kv_heads) if only is None else jnp.int32(0)
         head = jax.lax.rem(number, shape.kv_heads)
-        # All at once: a load takes as long as a tile of keys.
-        row = [spans[field, run] for field in range(8)]
+        row = only
+        if row is None:
+            row = [spans[field, run] for field in range(NUM_FIELDS)]
         tiles = row[NUM_TILES]
         first, end, part = jnp.int32(0), tiles, jnp.int32(0)
         if not is_whole:
-            share = shares[2, me]
             start = row[START] + head * tiles
             first = jnp.maximum(me * share - start, 0)
             end = jnp.minimum((me + 1) * share - start, tiles)

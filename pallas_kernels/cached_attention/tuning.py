@@ -15,6 +15,8 @@ class MosaicGpuConfig:
       workers: blocks launched, one a multiprocessor.
       warpgroups: that multiply, 1 or 2. Two hide one's softmax behind the other's
         products; they need an even number of stages.
+      overlaps: a kernel is launched while the one before it ends, and waits on the
+        device for its results (programmatic dependent launch).
     """
 
     max_parts: int = 1
@@ -22,6 +24,7 @@ class MosaicGpuConfig:
     stages: int = 4
     workers: int = 132
     warpgroups: int = 1
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         if self.key_tile < 64 or self.key_tile % 64:
