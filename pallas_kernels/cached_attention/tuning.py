@@ -102,11 +102,13 @@ TABLE = (
     Measured("NVIDIA H200", "2026-11-29", 264, 2**30, max_parts=2),
     Measured("NVIDIA H200", "2026-11-29", 1, 2**30, max_parts=None),
 )
-# Against XLA, one tile of query rows (NVIDIA H200, 2026-11-29, dense, 8 kv heads of
-# width 128, 28 rows): over 4 MiB of keys and values 15.6 us against 12.7, over 32 MiB
-# 20.0 against 25.3, over 256 MiB 86 against 142, over 2 GiB 513 against 883. Other
-# shapes were not timed.
-FASTER_FROM_BYTES = 32 * 2**20
+# Against XLA, inside a pass of 36 layers (NVIDIA H200, 2026-11-30, dense, 32 query and 8
+# kv heads of width 128), ms by XLA and by the kernel, for windows of 8 rows: over 2 MiB
+# of keys and values a layer 3.68 and 3.42, 8 MiB 4.31 and 3.50, 32 MiB 4.65 and 4.05,
+# 16 MiB of 8 requests 4.40 and 4.09, 64 MiB 5.70 and 4.55; 128 MiB of 64 requests 11.5
+# and 9.9, 512 MiB 20.5 and 12.9. For single rows 3.80 and 3.73, 3.87 and 3.76, 4.81 and
+# 4.35, 3.71 and 3.63, 4.24 and 4.04, 5.55 and 5.16, 8.98 and 8.10. Less was not timed.
+FASTER_FROM_BYTES = 2 * 2**20
 FASTER_UP_TO_ROWS = 64
 # By head width: what shared memory holds beside the query and the output.
 STAGES = {64: 6, 128: 4, 256: 1}
