@@ -71,7 +71,6 @@ def _check_configs(name: str, case: cases.CachedCase) -> list[Any]:
         more = [
             make(max_parts=20, workers=7),
             make(max_parts=3, warpgroups=1),
-            make(max_parts=3, overlaps=False),
         ]
     return [make(max_parts=1), make(max_parts=3), *more]
 

@@ -145,7 +145,6 @@ def attend(
             jax.ShapeDtypeStruct((parts, count, kv_heads, ROWS, width), jnp.float32),
             jax.ShapeDtypeStruct((parts, count, kv_heads, ROWS), jnp.float32),
         ]
-    overlaps = config.overlaps and interpret is None  # interpreters have no such thing
     kernel = plgpu.kernel(
         functools.partial(
             mosaic_gpu_worker.worker,
@@ -154,7 +153,6 @@ def attend(
             workers=workers,
             window=window,
             scale=scale,
-            overlaps=overlaps,
         ),
         out_type=out_type,
         scratch_types=(mosaic_gpu_worker.scratch_types(shape, config, query.dtype),),
@@ -171,8 +169,7 @@ def attend(
     table = jnp.zeros((1, 1), jnp.int32)
     if page_table is not None:  # entries beyond a slot's keys may be anything
         table = jnp.clip(page_table, 0, keys.shape[0] - 1)
-    # The worker reads the first rows of it, the combine also the last ones: an operand
-    # of both, so that it is complete before the worker, whoever comes in between.
+    # The worker reads the first rows of it, the combine also the last ones.
     spans_table = jnp.stack(
         [
             spans.first_row,
@@ -204,7 +201,6 @@ def attend(
             *parts_out,
             spans_table,
             rows=shape.rows,
-            overlaps=overlaps,
             interpret=interpret,
         )
     return out.reshape(total, heads, width)

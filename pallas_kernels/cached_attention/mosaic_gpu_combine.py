@@ -29,7 +29,6 @@ def combine(
     spans: jax.Array,
     *,
     rows: int,
-    overlaps: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """`out` [T, G, h, E] with the units filled in that were read in parts.
@@ -41,16 +40,13 @@ def combine(
       spans: int32 [8 + G, N'], the worker's table; its last G rows say how many parts
         a kv head has (the others hold anything); 1 = `out` has it.
       rows: rows of the packed query a tile has at most.
-      overlaps: it is launched while the worker ends.
       interpret: parameters of the interpreter.
     """
     _, count, kv_heads, _, width = parts.shape
     group = out.shape[2]
     columns = columns_a_worker(group, width)
     kernel = plgpu.kernel(
-        functools.partial(
-            _worker, group=group, rows=rows, columns=columns, overlaps=overlaps
-        ),
+        functools.partial(_worker, group=group, rows=rows, columns=columns),
         out_type=(),
         scratch_types=(plgpu.SMEM((ROWS, columns), out.dtype),),
         grid=(count, kv_heads, width // columns),
@@ -73,17 +69,12 @@ def _worker(
     group: int,
     rows: int,
     columns: int,
-    overlaps: bool,
 ) -> None:
     tile, head = jax.lax.axis_index("tile"), jax.lax.axis_index("head")
     where = pl.ds(jax.lax.axis_index("columns") * columns, columns)
-    # The worker started after its table was complete, and this kernel after that.
     num_parts = spans[mosaic_gpu_worker.NUM_FIELDS + head, tile]
     first_row = spans[mosaic_gpu_worker.FIRST_ROW, tile]
     num_rows = spans[mosaic_gpu_worker.NUM_ROWS, tile]
-    if overlaps:
-        plgpu.griddepcontrol_launch_dependents()
-        plgpu.griddepcontrol_wait()
 
     @pl.when(num_parts > 1)
     def _():
@@ -99,8 +90,7 @@ def _worker(
                     out.at[first_row + row, head, :, where],
                 )
 
-        # Shared memory was read; the writes themselves end before the kernel does.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _joined(

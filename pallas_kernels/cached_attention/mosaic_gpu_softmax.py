@@ -170,15 +170,13 @@ def multiply(
             joined = total * ours + other_total * theirs
             _write((acc,), both, joined, unit, outs, scratch, shape, config)
             if config.max_parts > 1:  # the part leaves from the same memory
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0)
             plgpu.barrier_arrive(scratch["spare_read"])
 
         return step + unit.end - unit.first
 
     jax.lax.fori_loop(0, num_units, do_unit, jnp.int32(0))
-    # Here and elsewhere shared memory was read, and may be overwritten or given up; the
-    # writes themselves end before the kernel does.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(0)
     if takes_turns:  # every phase of a barrier is awaited
 
         @pl.when((me == 1) & (num_units > 0))
@@ -268,7 +266,7 @@ def _write(accs, largest, total, unit, outs, scratch, shape, config):
 
     def write_rows():
         for acc, where in zip(accs, columns, strict=True):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written before
+            plgpu.wait_smem_to_gmem(0)  # what was written before
             scratch["out"][...] = acc.astype(scratch["out"].dtype)
             plgpu.commit_smem()
             for row in range(shape.rows):
@@ -283,13 +281,13 @@ def _write(accs, largest, total, unit, outs, scratch, shape, config):
     def write_part():
         place = (unit.part, unit.run, unit.head)
         used = pl.ds(0, shape.rows * shape.group)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0)
         scratch["sums"].at[0][...] = jnp.where(
             total > 0, largest + jnp.log2(total), -jnp.inf
         )
         for piece, (acc, where) in enumerate(zip(accs, columns, strict=True)):
             if piece:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0)
             scratch["spare"][...] = acc
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(

@@ -85,15 +85,9 @@ def worker(
     workers: int,
     window: int | None,
     scale: float,
-    overlaps: bool,
 ) -> None:
     """The kernel's body; the arguments are described in `mosaic_gpu.attend`."""
     *outs, scratch = outs_and_scratch
-    if overlaps:
-        # Nothing is read or written before all earlier kernels have ended. The next
-        # kernel may only come after that: what this one reads is then complete for it.
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
     me = jax.lax.axis_index("worker")
     # All at once: a load takes as long as a tile of keys.
     first_unit, num_units, share = (shares[field, me] for field in range(3))

@@ -15,8 +15,6 @@ class MosaicGpuConfig:
       workers: blocks launched, one a multiprocessor.
       warpgroups: that multiply, 1 or 2. Two hide one's softmax behind the other's
         products; they need an even number of stages.
-      overlaps: a kernel is launched while the one before it ends, and waits on the
-        device for its results (programmatic dependent launch).
     """
 
     max_parts: int = 1
@@ -24,7 +22,6 @@ class MosaicGpuConfig:
     stages: int = 4
     workers: int = 132
     warpgroups: int = 1
-    overlaps: bool = True
 
     def __post_init__(self) -> None:
         if self.key_tile < 64 or self.key_tile % 64:
@@ -102,12 +99,13 @@ TABLE = (
     Measured("NVIDIA H200", "2026-11-29", 264, 2**30, max_parts=2),
     Measured("NVIDIA H200", "2026-11-29", 1, 2**30, max_parts=None),
 )
-# Against XLA, inside a pass of 36 layers (NVIDIA H200, 2026-11-30, dense, 32 query and 8
-# kv heads of width 128), ms by XLA and by the kernel, for windows of 8 rows: over 2 MiB
-# of keys and values a layer 3.68 and 3.42, 8 MiB 4.31 and 3.50, 32 MiB 4.65 and 4.05,
-# 16 MiB of 8 requests 4.40 and 4.09, 64 MiB 5.70 and 4.55; 128 MiB of 64 requests 11.5
-# and 9.9, 512 MiB 20.5 and 12.9. For single rows 3.80 and 3.73, 3.87 and 3.76, 4.81 and
-# 4.35, 3.71 and 3.63, 4.24 and 4.04, 5.55 and 5.16, 8.98 and 8.10. Less was not timed.
+# Against XLA, inside a pass of 36 layers (NVIDIA H200, 2026-11-30, dense, 32 query and
+# 8 kv heads of width 128), ms by XLA and by the kernel, for windows of 8 rows: over
+# 2 MiB of keys and values a layer 3.68 and 3.42, 8 MiB 4.31 and 3.50, 32 MiB 4.65 and
+# 4.05, 16 MiB of 8 requests 4.40 and 4.09, 64 MiB 5.70 and 4.55; 128 MiB of 64 requests
+# 11.5 and 9.9, 512 MiB 20.5 and 12.9. For single rows, in this order, 3.80 and 3.73,
+# 3.87 and 3.76, 4.81 and 4.35, 3.71 and 3.63, 4.24 and 4.04, 5.55 and 5.16, 8.98 and
+# 8.10. Less was not timed.
 FASTER_FROM_BYTES = 2 * 2**20
 FASTER_UP_TO_ROWS = 64
 # By head width: what shared memory holds beside the query and the output.
@@ -131,14 +129,19 @@ def mosaic_gpu(
         for line in TABLE
         if units >= line.min_units and capacity <= line.max_capacity
     )
-    max_parts = line.max_parts
+    max_parts, workers = line.max_parts, multiprocessors
     if max_parts is None:
+        # As many for each unit, if few are left over: equal lengths are cut at their own
+        # ends. 8 requests of 8,192 keys 76.5 us, with all 132 at work 81.8; one 20.8
+        # and 22.2 (NVIDIA H200, 2026-11-30).
+        even = workers // units * units
+        workers = even if 16 * even >= 15 * workers else workers
         # A unit of the mean length, cut at two places that are not its own ends.
-        max_parts = min(-(-multiprocessors // units) + 2, MOST_PARTS)
+        max_parts = min(-(-workers // units) + 2, MOST_PARTS)
     return MosaicGpuConfig(
         max_parts=max_parts,
         stages=STAGES[width],
-        workers=multiprocessors,
+        workers=workers,
         warpgroups=2 if width <= 128 else 1,
     )
 
