@@ -9,12 +9,24 @@ import numpy as np
 import pytest
 
 from dspark_jax import layers
-from dspark_jax.training import anchor_attention, sharding
+from dspark_jax.training import (
+    anchor_attention,
+    settings,
+    sharding,
+    step,
+    target_states,
+    vocabulary,
+)
+from dspark_jax.training import anchors as anchors_lib
 from dspark_jax.training.anchors import Anchors
-from pallas_kernels import _dispatch
+from pallas_kernels import _compat, _dispatch
 from pallas_kernels import anchor_attention as kernels
+from pallas_kernels.anchor_attention import mosaic_gpu
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+needs_mosaic_gpu = pytest.mark.skipif(
+    _compat.mosaic_gpu_missing() is not None, reason=str(_compat.mosaic_gpu_missing())
+)
 
 
 @pytest.fixture
@@ -98,7 +110,7 @@ def test_devices_attend_their_own_rows(small, by_xla, batch):
     found = attended(attend, arrays, masks, anchors.keep)
     wanted = attended(layers.grouped_attention, arrays, masks, anchors.keep)
     same(jax.device_get(found), jax.device_get(wanted), np.asarray(anchors.keep))
-    run = jax.jit(functools.partial(attend))
+    run = jax.jit(attend)
     visible, in_block = masks
     query, shared, own = arrays
     text = run.lower(query, [(*shared, visible), (*own, in_block)]).compile().as_text()
@@ -165,3 +177,55 @@ def test_auto_is_xla_elsewhere_and_names_stay(small, monkeypatch):
         reason = anchor_attention.refused(name, wide(drafter))
         assert reason == f"needs compute capability {capability}, got 0.0"
     assert anchor_attention.refused("xla", drafter) is None
+
+
+@needs_mosaic_gpu
+def test_a_step_s_gradients_by_the_kernel(small, monkeypatch):
+    """Blocks of several sizes, a sequence with dummies, and heads alone."""
+    interpreted = functools.partial(
+        mosaic_gpu.attend, interpret=_compat.gpu_interpreter()
+    )
+    monkeypatch.setattr(mosaic_gpu, "attend", interpreted)
+    target, target_params, drafters, batch = small
+    block = dataclasses.replace(
+        drafters[0].block, num_heads=2, num_kv_heads=1, head_width=64
+    )
+    narrow = dataclasses.replace(drafters[0], compute_dtype="bfloat16", block=block)
+    heads = settings.Recipe(trainable="heads")
+    batch = jax.tree.map(lambda x: x[:2], batch)
+    # The second row has fewer candidates than anchors are asked for.
+    mask = batch.loss_mask.at[1, 5:].set(False)
+    batch = batch.replace(loss_mask=mask)
+    params = step.init_params(jax.random.key(0), narrow, target_params.final_norm)
+    states = target_states.compute(target, target_params, batch, narrow.tap_layers)
+    anchors = anchors_lib.sample(jax.random.key(2), mask, 6, sizes=(1, 3))
+    assert not np.all(anchors.keep)
+
+    def gradients(attention, drafter=narrow):
+        run = functools.partial(
+            step.gradients,
+            embed=functools.partial(target.embed, target_params),
+            head=vocabulary.head_matrix(target, target_params),
+            ce=jnp.full((2,), 0.1, jnp.float32),
+            drafters=(drafter, drafter),
+            recipes=(settings.Recipe(), heads),
+            config=settings.TrainConfig(attention=attention),
+        )
+        (found, only_heads), outcomes = jax.jit(run)(
+            (params, params), batch, states, anchors
+        )
+        assert not any(np.any(x) for x in jax.tree.leaves(only_heads.backbone))
+        assert np.any(only_heads.markov.w2)
+        return jax.device_get(found), outcomes[0].loss
+
+    exact, loss = gradients("xla", dataclasses.replace(narrow, compute_dtype="float32"))
+    errors = []
+    for attention in ("mosaic_gpu", "xla"):
+        found, narrow_loss = gradients(attention)
+        np.testing.assert_allclose(narrow_loss, loss, rtol=1e-3)
+        off = jax.tree.map(lambda x, y: np.linalg.norm(x - y), found, exact)
+        errors.append(jax.tree.leaves(off))
+    # As near to float32 as XLA's, in every array.
+    sizes = jax.tree.leaves(jax.tree.map(np.linalg.norm, exact))
+    for by_kernel, by_xla, size in zip(*errors, sizes, strict=True):
+        assert by_kernel <= 1.25 * by_xla + 1e-3 * size
