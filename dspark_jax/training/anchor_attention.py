@@ -137,7 +137,8 @@ def by_kernel(
             implementation=name,
         )
 
-    arrays = (query, keys, values, own_keys, own_values, num_context, present, kept)
+    arrays: tuple[jax.Array, ...] = (query, keys, values, own_keys, own_values)
+    arrays += (num_context, present, kept)
     if mesh is None or mesh.size == 1:
         return call(*arrays)
     # Rows of nothing, where the devices do not divide the batch.

@@ -69,7 +69,7 @@ def describe(found: dict[str, Any]) -> str:
     return f"{line} ({'; '.join(reasons)})" if reasons else line
 
 
-def _rows(target: Target) -> tuple[Any, Any]:
+def _rows(target: Target) -> tuple[Any, ...]:
     block = target.config.block
     dtype = jnp.dtype(layers.dtype_of(target.config.compute_dtype))
     return tuple(
