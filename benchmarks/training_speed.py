@@ -1,16 +1,18 @@
 """Speed of a training step at the shapes of Qwen3-4B, with random weights.
 
-python benchmarks/training_speed.py --rows 1 2 4
+python benchmarks/training_speed.py --rows 1 2 4 --attention mosaic_gpu cudnn xla
 
-Prints tokens per second (all positions of the rows), supervised slots per second, peak
-memory, and the share of the matrix product rate that a large bf16 product reaches in
-the same run. The FLOPs are those of the matrix products that the step needs: what the
-implementation adds (masked scores, recomputation) does not count.
+Prints, for every name and number of rows, tokens per second (all positions of the
+rows), supervised slots per second, the compiled step's memory, and the share of the
+matrix product rate that a large bf16 product reaches in the same run. The FLOPs are
+those of the matrix products that the step needs: what the implementation adds (masked
+scores, recomputation) does not count.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import time
 from typing import Any
 
@@ -22,7 +24,14 @@ from common import log, save
 from dspark_jax.config import DecoderConfig, DrafterConfig
 from dspark_jax.evaluation.shapes import QWEN3_4B
 from dspark_jax.targets import decoder
-from dspark_jax.training import settings, step, target_states, vocabulary
+from dspark_jax.training import (
+    anchor_attention,
+    settings,
+    step,
+    target_states,
+    vocabulary,
+)
+from dspark_jax.types import PyTree, Target
 
 TINY = dataclasses.replace(
     QWEN3_4B,
@@ -49,12 +58,25 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--rank", type=int, default=256)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--attention", nargs="+", default=["cudnn", "xla"])
+    parser.add_argument(
+        "--attention",
+        nargs="+",
+        choices=settings.ATTENTIONS,
+        default=["mosaic_gpu", "cudnn", "xla"],
+        help="compared in this run, one after the other",
+    )
+    parser.add_argument(
+        "--limit-seconds",
+        type=float,
+        default=float("inf"),
+        help="start nothing new after this many seconds",
+    )
     parser.add_argument("--chunk-logits", type=int, default=2**28)
     parser.add_argument("--tiny", action="store_true", help="a trial on a CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output")
     options = parser.parse_args()
+    begin = time.perf_counter()
     # `common.save` names these of every benchmark.
     options.target, options.drafter = "qwen3-4b-shapes-random", "dspark"
     dtype = "float32" if options.tiny else "bfloat16"
@@ -62,22 +84,54 @@ def main() -> None:
     config = dataclasses.replace(shapes, param_dtype=dtype, compute_dtype=dtype)
     peak = matmul_peak(256 if options.tiny else 8192, dtype)
     log(f"matmul peak {peak / 1e12:.1f} TFLOP/s")
-    tables = []
-    for attention in options.attention:
-        for rows in options.rows:
-            try:
-                tables.append(measure(options, config, rows, attention, peak))
-            except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
-                message = " ".join(str(error).split())[:300]
-                tables.append({"rows": rows, "attention": attention, "error": message})
-            log(tables[-1])
+    target = decoder.make_target(config)
+    # Not jitted: one small program a shape instead of one a matrix.
+    target_params = decoder.init(jax.random.key(options.seed), config)
+    head = jax.jit(functools.partial(vocabulary.head_matrix, target))(target_params)
+    tables: list[dict[str, Any]] = []
+    # Names in turn: what is compared is measured side by side.
+    for rows, attention in itertools.product(options.rows, options.attention):
+        if time.perf_counter() - begin > options.limit_seconds:
+            log("out of time")
+            break
+        given = options, target, target_params, head, rows, attention
+        try:
+            tables.append(measure(*given, peak))
+        except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
+            message = " ".join(str(error).split())[:300]
+            tables.append({"rows": rows, "attention": attention, "error": message})
+        log(tables[-1])
+    for line in comparison(tables):
+        log(line)
     save("training_speed", options, {"matmul_flops_per_s": peak, "tables": tables})
 
 
+def comparison(tables: list[dict[str, Any]]) -> list[str]:
+    """The tables for a person, a line each."""
+    lines = ["attention    rows  tokens/s  ms a step  peak GB  share of peak"]
+    for table in tables:
+        start = f"{table['attention']:<12} {table['rows']:>4}"
+        if "error" in table:
+            lines.append(f"{start}  {table['error'][:60]}")
+            continue
+        lines.append(
+            f"{start} {table['tokens_per_second']:>9,} {table['step_ms']:>10.1f} "
+            f"{table['peak_gb']:>8.2f} {table['share_of_matmul_peak']:>14.1%}"
+        )
+    return lines
+
+
 def measure(
-    options: Any, config: DecoderConfig, rows: int, attention: str, peak: float
+    options: Any,
+    target: Target,
+    target_params: PyTree,
+    head: jax.Array,
+    rows: int,
+    attention: str,
+    peak: float,
 ) -> dict[str, Any]:
     """One step, compiled, timed and weighed."""
+    config: DecoderConfig = target.config
     last = config.num_layers - 1
     taps = tuple(int(x) for x in np.linspace(1, last - 1, min(5, last)).round())
     drafter = DrafterConfig(
@@ -99,17 +153,13 @@ def measure(
         attention=attention,
         chunk_logits=options.chunk_logits,
     )
-    target = decoder.make_target(config)
     key = jax.random.key(options.seed)
-    # Not jitted: one small program a shape instead of one a matrix.
-    target_params = decoder.init(key, config)
     params = step.init_params(key, drafter)
     state = step.init_state((params,), train)
     tokens = jax.random.randint(key, (rows, options.length), 0, config.vocab_size)
     batch = target_states.Batch(
         tokens=tokens, loss_mask=jnp.ones(tokens.shape, jnp.bool_)
     )
-    head = jax.jit(functools.partial(vocabulary.head_matrix, target))(target_params)
 
     @functools.partial(jax.jit, donate_argnames=("state",))
     def run(state, key, batch, target_params, head, rate):
@@ -140,11 +190,18 @@ def measure(
     middle = float(np.median(seconds))
     flops = step_flops(options, config, drafter, rows)
     analysis: Any = compiled.memory_analysis()
+    peak_bytes = (  # of this program, whatever ran before
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - analysis.alias_size_in_bytes
+    )
     slots = rows * options.anchors * options.block
     statistics = jax.devices()[0].memory_stats() or {}
     return {
         "rows": rows,
         "attention": attention,
+        "blocks_by": anchor_attention.choose(attention, drafter),
         "step_ms": round(1e3 * middle, 2),
         "step_ms_spread": [round(1e3 * min(seconds), 2), round(1e3 * max(seconds), 2)],
         "tokens_per_second": round(rows * options.length / middle),
@@ -153,6 +210,7 @@ def measure(
         "share_of_matmul_peak": round(sum(flops.values()) / middle / peak, 4),
         "temporary_gb": round(analysis.temp_size_in_bytes / 1e9, 2),
         "arguments_gb": round(analysis.argument_size_in_bytes / 1e9, 2),
+        "peak_gb": round(peak_bytes / 1e9, 2),
         "peak_gb_so_far": round(statistics.get("peak_bytes_in_use", 0) / 1e9, 2),
         "whole_logits_gb": round(4 * slots * config.vocab_size / 1e9, 2),
         "compile_seconds": round(compile_seconds, 1),

@@ -244,7 +244,8 @@ def _torch_flex(case: cases.AnchorCase, repetitions: int) -> dict[str, Any]:
     query = draw(case.heads, rows)
     keys, values = (draw(case.kv_heads, length + rows) for _ in range(2))
     blocks = flex.create_block_mask(mask, None, None, rows, length + rows, "cuda")
-    compiled = torch.compile(flex.flex_attention)
+    # A second length would else be compiled anew, for lengths that vary.
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
 
     def forward() -> Any:
         return compiled(query, keys, values, block_mask=blocks, enable_gqa=True)

@@ -172,6 +172,8 @@ ANCHOR_SMALL = (
     _small("one head, one slot", 40, anchors=20, slots=1, heads=2, kv_heads=2),
     _small("eight heads, width 128", 192, anchors=6, slots=8, heads=8, width=128),
     _small("sixteen slots", 70, anchors=5, slots=16),
+    _small("fifteen slots, odd length", 131, anchors=5, slots=15, heads=3),
+    _small("odd length", 77, anchors=9, slots=7, heads=8, kv_heads=2, width=128),
     _small("many anchors", 700, anchors=70, width=128, heads=8, kv_heads=2),
     _small("no context", 64, anchors=1, slots=3),
     _small("huge logits", 90, anchors=5, magnitude=1e4),

@@ -184,6 +184,8 @@ def _estimate(arguments: argparse.Namespace, config: "RunConfig") -> int:
 
 def _table(result: dict[str, Any]) -> list[str]:
     """The estimate for a person."""
+    from dspark_jax.training.runs import attending
+
     lines = [
         f"{count:>15,} parameters of {name}"
         for name, count in result["num_params"].items()
@@ -198,6 +200,7 @@ def _table(result: dict[str, Any]) -> list[str]:
         f"{result['total_steps']:>15,} steps",
         f"{result['train_seconds'] / 60:>15,.1f} minutes of training",
     ]
+    lines.append(attending.describe(result["attention"]))
     data = ", ".join(f"{key} {value}" for key, value in result["data"].items())
     return [*lines, f"data: {data}"]
 

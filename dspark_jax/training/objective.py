@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from dspark_jax import layers
@@ -46,6 +47,7 @@ def evaluate(
     recipes: tuple[Recipe, ...],
     config: TrainConfig,
     on_policy: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[Outcome, ...]:
     """Losses and metrics of every drafter on given anchors.
 
@@ -55,6 +57,7 @@ def evaluate(
       ce: the weight of CE of every drafter, float32, traced.
       on_policy: `anchors` are `anchors.everywhere`, and a block weighs as much as it is
         likely to be one of the drafter's own rounds.
+      mesh: over all of whose axes rows are spread; only attention by a kernel needs it.
     """
     blocks = anchors_lib.make_blocks(
         batch.tokens,
@@ -76,6 +79,7 @@ def evaluate(
             inputs,
             recipe=recipe,
             config=config,
+            mesh=mesh,
         )
         drafts.append(rows)
         confidences.append(confidence_logits)
@@ -155,6 +159,7 @@ def draft_rows(
     *,
     recipe: Recipe,
     config: TrainConfig,
+    mesh: Mesh | None = None,
 ) -> tuple[vocabulary.DraftRows, jax.Array | None]:
     """One drafter's hidden states, Markov features and confidence logits of all slots.
 
@@ -186,9 +191,7 @@ def draft_rows(
         context,
         anchors_lib.visible(anchors, length),
         in_block=blocks.is_present,
-        attention=anchor_attention.cudnn
-        if config.attention == "cudnn"
-        else layers.grouped_attention,
+        attention=anchor_attention.make(config.attention, drafter, anchors, mesh),
     )
     feature = embedding = w2 = None
     if params.markov is not None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from dspark_jax import config as config_lib
 
+ATTENTIONS = ("auto", "xla", "cudnn", "mosaic_gpu")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
@@ -86,7 +88,10 @@ class TrainConfig:
       tap_scale: a factor per tapped layer, () for none. Their norms differ by an order
         of magnitude; `fold_tap_scale` moves the factors into fc afterwards.
       chunk_logits: how many float32 logits one drafter may have at one time.
-      attention: of target and drafters: "xla", or "cudnn" on a GPU in bfloat16.
+      attention: of the drafters' blocks: "xla", "cudnn" (an NVIDIA GPU, 16-bit types),
+        "mosaic_gpu" (Hopper, bfloat16), or "auto": the fastest that can run them here
+        (`anchor_attention`). The target's rows are cuDNN's, unless it is "xla" or
+        cuDNN can't run them.
     """
 
     num_anchors: int = 64
@@ -102,7 +107,7 @@ class TrainConfig:
     min_block: int = 0
     tap_scale: tuple[float, ...] = ()
     chunk_logits: int = 2**28
-    attention: str = "xla"
+    attention: str = "auto"
 
     def __post_init__(self):
         for name in ("num_anchors", "learning_rate", "clip_norm", "chunk_logits"):
@@ -112,9 +117,9 @@ class TrainConfig:
         _check_share("on_policy_share", self.on_policy_share)
         if self.min_block < 0:
             raise ValueError(f"min_block must be at least 0, got {self.min_block}")
-        if self.attention not in ("xla", "cudnn"):
+        if self.attention not in ATTENTIONS:
             raise ValueError(
-                f"attention must be one of ('xla', 'cudnn'), got {self.attention!r}"
+                f"attention must be one of {ATTENTIONS}, got {self.attention!r}"
             )
 
 

@@ -15,6 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from dspark_jax.config import DrafterConfig
@@ -115,6 +116,7 @@ def train_step(
     anchors: Anchors | None = None,
     states: TargetStates | None = None,
     on_policy: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, tuple[Outcome, ...]]:
     """One optimiser step of every drafter; donate `state`.
 
@@ -134,9 +136,13 @@ def train_step(
       on_policy: a block at every position, weighted by the chance that one of the
         drafter's own rounds begins there; `num_anchors` is not used. Costs as much as
         S anchors a sequence: give it fewer sequences.
+      mesh: over all of whose axes rows are spread, if they are: kernels run on every
+        device for its own rows. None on a machine of several devices: "auto" takes no
+        kernel that can't be partitioned.
 
     Raises:
       ValueError: drafters that cannot share a pass.
+      NotImplementedError: `config.attention` names what can't run their blocks.
     """
     _check_drafters(drafters)
     if head is None:
@@ -173,6 +179,7 @@ def train_step(
             recipes=recipes,
             config=config,
             on_policy=on_policy,
+            mesh=mesh,
         )
 
     if batch.tokens.ndim == 2:
@@ -243,6 +250,7 @@ def gradients(
     recipes: tuple[Recipe, ...],
     config: TrainConfig,
     on_policy: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[tuple[dspark.DSparkParams, ...], tuple[Outcome, ...]]:
     """Gradients of every drafter's own loss, and what `objective.evaluate` gives."""
     evaluate = functools.partial(
@@ -251,6 +259,7 @@ def gradients(
         recipes=recipes,
         config=config,
         on_policy=on_policy,
+        mesh=mesh,
     )
 
     def total(params: tuple[dspark.DSparkParams, ...]) -> tuple[jax.Array, tuple]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from dspark_jax import layers
 from dspark_jax.drafters import dspark
 from dspark_jax.types import PyTree, Target
+from pallas_kernels import anchor_attention
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -39,13 +40,13 @@ def compute(
     target_params: PyTree,
     batch: Batch,
     tap_layers: tuple[int, ...],
-    attention: str = "xla",
+    attention: str = "auto",
 ) -> TargetStates:
     """Runs the target over whole rows.
 
     Args:
       tap_layers: as in `DrafterConfig`.
-      attention: "xla", or "cudnn" on a GPU in bfloat16 (2.5x as fast on an H200).
+      attention: as in `TrainConfig`; `attends_rows` says what becomes of it.
     """
     rows, length = batch.tokens.shape
     positions = jnp.broadcast_to(
@@ -67,12 +68,12 @@ def compute(
 class WholeRows:
     """A cache that keeps nothing: every row is there at once, position = index."""
 
-    implementation: str = "xla"
+    implementation: str = "auto"
 
     def attend(self, layer, query, key, value, positions):
         """Causal attention among the given rows."""
         del layer, positions
-        if self.implementation == "cudnn":
+        if attends_rows(self.implementation, query, key) == "cudnn":
             out = jax.nn.dot_product_attention(
                 query, key, value, is_causal=True, implementation="cudnn"
             )
@@ -82,6 +83,23 @@ class WholeRows:
         seen = index[None, :] <= index[:, None]  # [S, S]
         segment = (jnp.swapaxes(key, 1, 2), jnp.swapaxes(value, 1, 2), seen[None, None])
         return layers.grouped_attention(query[:, None], [segment])[:, 0], self
+
+
+def attends_rows(implementation: str, query: Any, key: Any) -> str:
+    """Who attends whole rows: "xla" or "cudnn" (2.5x as fast on an H200).
+
+    Args:
+      implementation: as in `TrainConfig`. A kernel for blocks comes with cuDNN for
+        rows where that can run them, and so does "auto" on a machine that has it.
+      query: [B, S, H, E]; only its width and dtype are read.
+      key: likewise.
+    """
+    if implementation in ("xla", "cudnn"):
+        return implementation
+    if implementation == "auto" and anchor_attention.unavailable("cudnn") is not None:
+        return "xla"
+    is_refused = anchor_attention.supports("cudnn", query, key) is not None
+    return "xla" if is_refused else "cudnn"
 
 
 def measure_tap_scale(states: TargetStates, num_taps: int) -> tuple[float, ...]:

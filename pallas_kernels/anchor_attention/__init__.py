@@ -1,5 +1,10 @@
 """Attention of many draft blocks a sequence, for training."""
 
-from pallas_kernels.anchor_attention.api import anchor_attention
+from pallas_kernels.anchor_attention.api import (
+    PREFERRED,
+    anchor_attention,
+    supports,
+    unavailable,
+)
 
-__all__ = ["anchor_attention"]
+__all__ = ["PREFERRED", "anchor_attention", "supports", "unavailable"]

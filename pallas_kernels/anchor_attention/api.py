@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch
+from pallas_kernels import _compat, _dispatch
 from pallas_kernels.anchor_attention import (
     chunks,
     joined,
@@ -52,7 +52,7 @@ def anchor_attention(
         all are kept.
       scale: factor of the scores; None = E**-0.5.
       implementation: "xla", "cudnn" or "mosaic_gpu" (NVIDIA's Hopper); None = the
-        first that can run these arrays on the default backend.
+        first of `PREFERRED` that can run these arrays on this machine, or "xla".
       config: that implementation's settings, `tuning.MosaicGpuConfig` or, for the
         others, how many anchors are taken at a time.
 
@@ -66,20 +66,14 @@ def anchor_attention(
     """
     _check(query, keys, values, own_keys, own_values, num_context, present, kept)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    tiles = config if isinstance(config, tuning.MosaicGpuConfig) else None
-    refusals: dict[str, _dispatch.Refusal] = {
-        "xla": lambda: None,
-        "cudnn": lambda: joined.supports(query, keys),
-        "mosaic_gpu": lambda: mosaic_gpu.supports(
-            query, keys, scale=scale, config=tiles
-        ),
-    }
+    refusals = _refusals(query, keys, scale, config)
     if implementation is None:
-        refusals["mosaic_gpu"] = _dispatch.first_of(
-            _dispatch.needs_hopper,
-            lambda: "the settings are another's" if tiles is not config else None,
-            refusals["mosaic_gpu"],
-        )
+        for each, refusal in refusals.items():
+            refusals[each] = _dispatch.first_of(
+                functools.partial(unavailable, each),
+                functools.partial(_other_settings, each, config),
+                refusal,
+            )
     name = _dispatch.choose(implementation, refusals, PREFERRED)
     _check_config(name, config)
     if present is None:
@@ -88,6 +82,7 @@ def anchor_attention(
     if name == "mosaic_gpu":
         if kept is None:
             kept = jnp.ones(query.shape[:2], jnp.bool_)
+        tiles = config if isinstance(config, tuning.MosaicGpuConfig) else None
         return mosaic_gpu.attend(*arrays, kept, scale, config=tiles)
     settings = config if isinstance(config, tuning.ChunksConfig) else None
     settings = tuning.ChunksConfig() if settings is None else settings
@@ -102,12 +97,65 @@ def anchor_attention(
     return jnp.where(kept[:, :, None, None, None], out, jnp.zeros_like(out))
 
 
+def supports(name: str, query: Any, keys: Any) -> str | None:
+    """Why this implementation can't run such arrays, or None if it can.
+
+    Args:
+      query: [B, A, K, H, E]; only its shape and dtype are read, and neither B nor A.
+      keys: [B, G, S, E], likewise without S.
+    """
+    return _refusals(query, keys, query.shape[-1] ** -0.5, None)[name]()
+
+
+def unavailable(name: str, *, in_shard_map: bool = False) -> str | None:
+    """Why this implementation isn't chosen on this machine, or None if it may be.
+
+    Args:
+      in_shard_map: the call will be inside `jax.shard_map`, wherever this one is.
+    """
+    if name == "xla":
+        return None
+    if name == "cudnn":
+        major, minor = _dispatch.compute_capability()
+        if major < 8:
+            return f"needs compute capability 8.0, got {major}.{minor}"
+        return None
+    if (reason := _dispatch.needs_hopper()) is not None:
+        return reason
+    if not in_shard_map and not _compat.is_unpartitioned():
+        return f"on one of {jax.device_count()} devices it must be inside `shard_map`"
+    return None
+
+
+def _refusals(
+    query: Any, keys: Any, scale: float, config: Config | None
+) -> dict[str, _dispatch.Refusal]:
+    """By implementation, what looks at the arrays."""
+    tiles = config if isinstance(config, tuning.MosaicGpuConfig) else None
+    return {
+        "xla": lambda: None,
+        "cudnn": lambda: joined.supports(query, keys),
+        "mosaic_gpu": lambda: mosaic_gpu.supports(
+            query, keys, scale=scale, config=tiles
+        ),
+    }
+
+
+def _settings_of(name: str) -> type[Config]:
+    return tuning.MosaicGpuConfig if name == "mosaic_gpu" else tuning.ChunksConfig
+
+
+def _other_settings(name: str, config: Config | None) -> str | None:
+    if config is None or isinstance(config, _settings_of(name)):
+        return None
+    return f"the settings are a {type(config).__name__}"
+
+
 def _check_config(name: str, config: Config | None) -> None:
-    wanted = {"mosaic_gpu": tuning.MosaicGpuConfig}.get(name, tuning.ChunksConfig)
-    if config is not None and not isinstance(config, wanted):
+    if _other_settings(name, config) is not None:
         raise TypeError(
-            f"`config` of implementation {name!r} must be a {wanted.__name__}, got "
-            f"{config}"
+            f"`config` of implementation {name!r} must be a "
+            f"{_settings_of(name).__name__}, got {config}"
         )
 
 

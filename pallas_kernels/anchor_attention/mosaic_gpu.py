@@ -56,8 +56,6 @@ def supports(
             f"a block's rows of one kv head must fit a tile of {ROWS}, got {group} "
             f"query heads of {slot_rows} rows"
         )
-    if slots > 8 and slots % 8:
-        return f"a block has at most 8 rows, or a multiple of 8, got {slots}"
     if not scale > 0:
         return f"the scale must be positive, got {scale}"
     shape = shape_of(query, keys)
@@ -89,13 +87,18 @@ def shape_of(query: Any, keys: Any) -> Shape:
     return Shape(
         batch=batch,
         anchors=anchors,
-        slots=slots,
+        slots=stored_slots(slots),
         kv_heads=keys.shape[1],
         group=group,
         width=width,
         length=padded_length(keys.shape[2]),
         tiles=2 * -(-anchors // (2 * blocks)),
     )
+
+
+def stored_slots(slots: int) -> int:
+    """A block's rows: beyond one tile of 8 they fill whole ones."""
+    return slots if slots <= 8 else -(-slots // 8) * 8
 
 
 def padded_length(length: int) -> int:
@@ -130,6 +133,13 @@ def attend(
     shape = shape_of(query, keys)
     config = default_config(shape) if config is None else config
     num_context = jnp.minimum(num_context, keys.shape[2])
+    slots = query.shape[2]
+    if more := shape.slots - slots:
+        widths = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
+        query, own_keys, own_values = (
+            jnp.pad(array, widths) for array in (query, own_keys, own_values)
+        )
+        present = jnp.pad(present, widths[:3])  # False
     plan = mosaic_gpu_plan.make(num_context, present, kept, shape=shape)
     if more := shape.length - keys.shape[2]:
         widths = ((0, 0), (0, 0), (0, more), (0, 0))
@@ -141,7 +151,7 @@ def attend(
     arrays = (query, keys, values, own_keys, own_values)
     static = Static(shape, config, float(scale), interpret)
     out = _attend(*map(flat, arrays), plan, static)
-    return out.reshape(query.shape)
+    return out.reshape(query.shape)[:, :, :slots]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))

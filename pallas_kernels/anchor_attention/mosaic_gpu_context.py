@@ -87,27 +87,8 @@ def gradients(
         scratch["spare_read"] = plgpu.Barrier()
     key_tile = groups * ROWS
     first, full = mosaic_gpu_plan.seeing(plan, key_tile=key_tile, length=shape.length)
-    kernel = plgpu.kernel(
-        functools.partial(
-            _worker,
-            shape=shape,
-            config=config,
-            scale=scale,
-            interpret=interpret is not None,
-        ),
-        out_type=(
-            jax.ShapeDtypeStruct(keys.shape, dtype),
-            jax.ShapeDtypeStruct(keys.shape, dtype),
-        ),
-        scratch_types=(scratch,),
-        grid=(first.shape[0] * shape.kv_heads,),
-        grid_names=("worker",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="role",
-        compiler_params=tiles_lib.compiler_params(),
-        interpret=interpret,
-    )
-    keys_slopes, values_slopes = kernel(
+    keys_slopes, values_slopes = tiles_lib.launch(
+        _worker,
         query,
         keys,
         values,
@@ -117,6 +98,17 @@ def gradients(
         plan.blocks,
         plan.limits,
         jnp.stack([first, full]),
+        out_type=(
+            jax.ShapeDtypeStruct(keys.shape, dtype),
+            jax.ShapeDtypeStruct(keys.shape, dtype),
+        ),
+        scratch=scratch,
+        workers=first.shape[0] * shape.kv_heads,
+        warpgroups=WARPGROUPS,
+        interpret=interpret,
+        shape=shape,
+        config=config,
+        scale=scale,
     )
     return keys_slopes, values_slopes
 
@@ -267,10 +259,7 @@ def _sum(
             [Term(keys, rows.transpose((1, 0)), square)], interpret=interpret
         )
         sums = load(scratch["sums"].at[buffer], layout=tiles_lib.by_column())
-        weight = jnp.exp2(
-            score * jnp.float32(scale * tiles_lib.LOG2E)
-            - tiles_lib.over_columns(sums, square)
-        )
+        weight = tiles_lib.weights(score, scale, sums, tiles_lib.over_columns)
         if is_masked:
             at = tiles_lib.positions(start, square, 0)
             weight = jnp.where(at < tiles_lib.over_columns(limit, square), weight, 0.0)

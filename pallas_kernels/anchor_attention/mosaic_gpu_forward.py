@@ -62,50 +62,24 @@ def attend(
       and has infinity.
     """
     warpgroups, dtype = config.warpgroups, query.dtype
-    ring = (config.stages, config.key_tile, shape.width)
     rows = (warpgroups, ROWS, shape.width)
-    filled = plgpu.Barrier(num_barriers=config.stages)
-    read = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.stages)
     scratch = {
         "query": tiles_lib.tiled(*rows, dtype=dtype),
         "own_keys": tiles_lib.tiled(*rows, dtype=dtype),
         "own_values": tiles_lib.tiled(*rows, dtype=dtype),
-        "keys": tiles_lib.tiled(*ring, dtype=dtype),
-        "values": tiles_lib.tiled(*ring, dtype=dtype),
         "sums": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "rows_filled": plgpu.Barrier(
             num_arrivals=tiles_lib.row_copies(shape) + 2 * shape.blocks,
             num_barriers=warpgroups,
         ),
-        "keys_filled": filled,
-        "values_filled": filled,
-        "keys_read": read,
-        "values_read": read,
         "turn": plgpu.Barrier(num_arrivals=warpgroups),
     }
-    workers = shape.batch * shape.kv_heads * (shape.tiles // warpgroups)
-    kernel = plgpu.kernel(
-        functools.partial(
-            _worker,
-            shape=shape,
-            config=config,
-            scale=scale,
-            interpret=interpret is not None,
-        ),
-        out_type=(
-            jax.ShapeDtypeStruct(query.shape, dtype),
-            tiles_lib.vector_shape(shape),
-        ),
-        scratch_types=(scratch,),
-        grid=(workers,),
-        grid_names=("worker",),
-        num_threads=warpgroups + 1,
-        thread_name="role",
-        compiler_params=tiles_lib.compiler_params(),
-        interpret=interpret,
+    scratch |= tiles_lib.key_rings(
+        config.stages, config.key_tile, shape, readers=warpgroups, dtype=dtype
     )
     spans = jnp.stack([plan.low.reshape(-1), plan.high.reshape(-1)])
-    out, sums = kernel(
+    out, sums = tiles_lib.launch(
+        _worker,
         query,
         keys,
         values,
@@ -116,6 +90,17 @@ def attend(
         plan.row_blocks,
         plan.key_blocks,
         spans,
+        out_type=(
+            jax.ShapeDtypeStruct(query.shape, dtype),
+            tiles_lib.vector_shape(shape),
+        ),
+        scratch=scratch,
+        workers=shape.batch * shape.kv_heads * (shape.tiles // warpgroups),
+        warpgroups=warpgroups,
+        interpret=interpret,
+        shape=shape,
+        config=config,
+        scale=scale,
     )
     return out, sums
 
@@ -302,11 +287,7 @@ def _context(me, carry, limit, low, count, scratch, shape, config, scale, interp
         plgpu.barrier_wait(scratch["keys_filled"].at[0])
 
     pl.when(me == 1)(change_turns)
-    whole = jnp.minimum(jax.lax.div(low, key_tile), count)
-    carry = jax.lax.fori_loop(0, whole, functools.partial(step, is_masked=False), carry)
-    carry = jax.lax.fori_loop(
-        whole, count, functools.partial(step, is_masked=True), carry
-    )
+    carry = tiles_lib.over_context(step, carry, low, count, key_tile=key_tile)
     pl.when(me == 0)(change_turns)
     return carry
 

@@ -1,6 +1,5 @@
 """The multiplying half of a worker of `mosaic_gpu_rows`; the notation is there."""
 
-import functools
 from typing import Any
 
 import jax
@@ -43,10 +42,7 @@ def own_slopes(mine, tile, row_blocks, key_blocks, write, targets, scale, interp
     )
     sums = load(mine["sums"], layout=tiles_lib.by_column())
     delta = load(mine["delta"], layout=tiles_lib.by_column())
-    weight = jnp.exp2(
-        score * jnp.float32(scale * tiles_lib.LOG2E)
-        - tiles_lib.over_columns(sums, square)
-    )
+    weight = tiles_lib.weights(score, scale, sums, tiles_lib.over_columns)
     weight = jnp.where(seen, weight, 0.0)
     slope = weight * (slope - tiles_lib.over_columns(delta, square))
     for left, right, factor, target in (
@@ -97,9 +93,7 @@ def _weights(mine, keys, values, shape, scale, interpret):
     )
     sums = load(mine["sums"], layout=tiles_lib.by_row())
     delta = load(mine["delta"], layout=tiles_lib.by_row())
-    weight = jnp.exp2(
-        score * jnp.float32(scale * tiles_lib.LOG2E) - tiles_lib.over_rows(sums, shape)
-    )
+    weight = tiles_lib.weights(score, scale, sums, tiles_lib.over_rows)
     return weight, slope - tiles_lib.over_rows(delta, shape)
 
 
@@ -126,6 +120,4 @@ def context_part(acc, mine, limit, low, count, scratch, config, scale, interpret
         plgpu.barrier_arrive(scratch["keys_read"].at[buffer])
         return acc
 
-    whole = jnp.minimum(jax.lax.div(low, key_tile), count)
-    acc = jax.lax.fori_loop(0, whole, functools.partial(step, is_masked=False), acc)
-    return jax.lax.fori_loop(whole, count, functools.partial(step, is_masked=True), acc)
+    return tiles_lib.over_context(step, acc, low, count, key_tile=key_tile)

@@ -66,16 +66,11 @@ def gradients(
       interpret: parameters of the interpreter.
     """
     warpgroups, dtype = config.warpgroups, query.dtype
-    ring = (config.row_stages, config.row_key_tile, shape.width)
-    filled = plgpu.Barrier(num_barriers=config.row_stages)
-    read = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=config.row_stages)
     rows = (warpgroups, ROWS, shape.width)
     scratch = {
         "query": tiles_lib.tiled(*rows, dtype=dtype),
         "slopes": tiles_lib.tiled(*rows, dtype=dtype),
         "spare": tiles_lib.tiled(*rows, dtype=dtype),  # the output, then what is stored
-        "keys": tiles_lib.tiled(*ring, dtype=dtype),
-        "values": tiles_lib.tiled(*ring, dtype=dtype),
         "sums": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "delta": plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         "rows_filled": plgpu.Barrier(
@@ -86,34 +81,12 @@ def gradients(
         ),
         "own_keys_read": plgpu.Barrier(num_barriers=warpgroups),
         "own_values_read": plgpu.Barrier(num_barriers=warpgroups),
-        "keys_filled": filled,
-        "values_filled": filled,
-        "keys_read": read,
-        "values_read": read,
     }
-    kernel = plgpu.kernel(
-        functools.partial(
-            _worker,
-            shape=shape,
-            config=config,
-            scale=scale,
-            interpret=interpret is not None,
-        ),
-        out_type=(
-            jax.ShapeDtypeStruct(query.shape, dtype),
-            jax.ShapeDtypeStruct(own_keys.shape, dtype),
-            jax.ShapeDtypeStruct(own_values.shape, dtype),
-            tiles_lib.vector_shape(shape),
-        ),
-        scratch_types=(scratch,),
-        grid=(shape.batch * shape.kv_heads * (shape.tiles // warpgroups),),
-        grid_names=("worker",),
-        num_threads=warpgroups + 1,
-        thread_name="role",
-        compiler_params=tiles_lib.compiler_params(),
-        interpret=interpret,
+    scratch |= tiles_lib.key_rings(
+        config.row_stages, config.row_key_tile, shape, readers=warpgroups, dtype=dtype
     )
-    query_slopes, own_keys_slopes, own_values_slopes, delta = kernel(
+    query_slopes, own_keys_slopes, own_values_slopes, delta = tiles_lib.launch(
+        _worker,
         query,
         keys,
         values,
@@ -127,6 +100,19 @@ def gradients(
         plan.row_blocks,
         plan.key_blocks,
         jnp.stack([plan.low.reshape(-1), plan.high.reshape(-1)]),
+        out_type=(
+            jax.ShapeDtypeStruct(query.shape, dtype),
+            jax.ShapeDtypeStruct(own_keys.shape, dtype),
+            jax.ShapeDtypeStruct(own_values.shape, dtype),
+            tiles_lib.vector_shape(shape),
+        ),
+        scratch=scratch,
+        workers=shape.batch * shape.kv_heads * (shape.tiles // warpgroups),
+        warpgroups=warpgroups,
+        interpret=interpret,
+        shape=shape,
+        config=config,
+        scale=scale,
     )
     return query_slopes, own_keys_slopes, own_values_slopes, delta
 

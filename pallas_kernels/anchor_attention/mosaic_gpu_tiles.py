@@ -213,9 +213,93 @@ def drain(name: str, count: Any, scratch: dict[str, Any], *, stages: int) -> Non
             plgpu.barrier_wait(scratch[name].at[buffer])
 
 
-def compiler_params() -> Any:
-    """Of all kernels."""
-    return plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=REDUCTIONS)
+def weights(
+    score: jax.Array,
+    scale: float,
+    sums: jax.Array,
+    over: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+) -> jax.Array:
+    """P = 2^(S - z) of a tile of products and its z, by `over_rows` or the other."""
+    return jnp.exp2(score * jnp.float32(scale * LOG2E) - over(sums, score.shape))
+
+
+def over_context(
+    step: Callable[..., Any], carry: Any, low: Any, count: Any, *, key_tile: int
+) -> Any:
+    """Takes a step for each of the context's tiles of keys.
+
+    Args:
+      step: of a tile's number, the carry and, by name, `is_masked`: whether some row
+        does not see the whole tile.
+      carry: of the first step.
+      low: keys that all rows see.
+      count: number of tiles that some row sees.
+      key_tile: keys a tile.
+    """
+    whole = jnp.minimum(jax.lax.div(low, key_tile), count)
+    carry = jax.lax.fori_loop(0, whole, functools.partial(step, is_masked=False), carry)
+    return jax.lax.fori_loop(
+        whole, count, functools.partial(step, is_masked=True), carry
+    )
+
+
+def key_rings(
+    stages: int, key_tile: int, shape: Shape, *, readers: int, dtype: Any
+) -> dict[str, Any]:
+    """Rings of tiles of keys and of values, and their barriers.
+
+    Args:
+      stages: tiles a ring.
+      key_tile: keys a tile.
+      shape: see there.
+      readers: warpgroups that read every tile.
+      dtype: of keys and values.
+    """
+    found = {}
+    for name in ("keys", "values"):
+        found[name] = tiled(stages, key_tile, shape.width, dtype=dtype)
+        found[f"{name}_filled"] = plgpu.Barrier(num_barriers=stages)
+        found[f"{name}_read"] = plgpu.Barrier(num_arrivals=readers, num_barriers=stages)
+    return found
+
+
+def launch(
+    worker: Callable[..., None],
+    *arrays: jax.Array,
+    out_type: Any,
+    scratch: dict[str, Any],
+    workers: int,
+    warpgroups: int,
+    interpret: Any,
+    **static: Any,
+) -> Any:
+    """Runs a kernel of `workers` blocks: warpgroups that multiply, and one that reads.
+
+    Args:
+      worker: the body: references of arrays, results and scratch, then `static`.
+      arrays: its operands.
+      out_type: shapes of its results.
+      scratch: what a worker allocates.
+      workers: how many.
+      warpgroups: that multiply.
+      interpret: parameters of the interpreter.
+      static: what else the body is given by name.
+    """
+    body = functools.partial(worker, **static, interpret=interpret is not None)
+    kernel = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=(scratch,),
+        grid=(workers,),
+        grid_names=("worker",),
+        num_threads=warpgroups + 1,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=REDUCTIONS
+        ),
+        interpret=interpret,
+    )
+    return kernel(*arrays)
 
 
 def vector_shape(shape: Shape) -> Any:

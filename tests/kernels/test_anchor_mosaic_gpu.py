@@ -105,7 +105,7 @@ def test_tables_hold_every_block_once_and_ascend():
         (shapes(dtypes=(jnp.float32, jnp.float32)), "wgmma multiplies bfloat16 keys"),
         (shapes(width=96), "head width must be 64 or 128, got 96"),
         (shapes(slots=16, heads=8), "8 query heads of 16 rows"),
-        (shapes(slots=9, heads=1), "at most 8 rows, or a multiple of 8, got 9"),
+        (shapes(slots=33, heads=2), "2 query heads of 64 rows"),
         (shapes(slots=8, heads=9), "9 query heads of 8 rows"),
     ],
 )

@@ -86,6 +86,8 @@ def test_dry_run(capsys, command, tmp_path, monkeypatch):
     assert 12 * params <= held["state"] < 12 * params + 1000
     assert held["total"] > held["state"] + held["temporary"]
     assert result["num_devices"] == 2
+    assert result["attention"]["blocks"] == "xla"
+    assert "attention: blocks xla, target xla" in err
     assert result["total_steps"] == 6
     for name in ("tokens_per_second", "step_ms", "train_seconds", "compile_seconds"):
         assert result[name] > 0
@@ -107,7 +109,7 @@ def test_dry_run(capsys, command, tmp_path, monkeypatch):
         (["--set", "mask_token=500"], "mask_token must lie in 0..127"),
         pytest.param(
             ["--set", "train.attention=cudnn"],
-            "attention = 'cudnn' needs an NVIDIA GPU",
+            "train.attention = 'cudnn' can't run blocks here: needs compute capability",
             marks=pytest.mark.skipif(
                 jax.default_backend() == "gpu", reason="there is a GPU"
             ),

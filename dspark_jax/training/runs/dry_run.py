@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from dspark_jax.config import DrafterConfig
+from dspark_jax.training.runs import attending
 from dspark_jax.training.runs.run_config import RunConfig
 from dspark_jax.training.runs.trainer import Trainer
 from dspark_jax.training.runs.training_data import BatchSource
@@ -83,6 +84,7 @@ def estimate(
         "num_target_params": _count(target_params),
         "bytes_per_device": per_device,
         "num_devices": int(trainer.placement.mesh.size),
+        "attention": attending.report(config, target, drafters),
         "device": jax.devices()[0].device_kind,
         "compile_seconds": round(compile_seconds, 2),
         "step_ms": round(1e3 * seconds, 2),

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from dspark_jax.config import DrafterConfig
 from dspark_jax.training import target_states
 from dspark_jax.training.runs import (
+    attending,
     events,
     plots,
     run_config,
@@ -73,11 +74,7 @@ def check(config: RunConfig, target: Target) -> tuple[DrafterConfig, ...]:
       ImportError: plots or TensorBoard asked for without their package.
     """
     drafters = run_config.drafter_configs(config, target)
-    if config.train.attention == "cudnn" and jax.default_backend() != "gpu":
-        raise ValueError(
-            "attention = 'cudnn' needs an NVIDIA GPU, this is "
-            f"{jax.default_backend()!r}: --set train.attention=xla"
-        )
+    attending.check(config, target, drafters)
     for token in config.never_sampled:
         if token >= target.config.vocab_size:
             raise ValueError(
@@ -111,6 +108,8 @@ def prepare(
     """
     config = folder.config
     drafters = check(config, target)
+    attention = attending.report(config, target, drafters)
+    progress.log(attending.describe(attention))
     plan = folder.read_plan()
     fingerprint = target.config.fingerprint
     if plan is not None and plan.get("target_fingerprint") != fingerprint:

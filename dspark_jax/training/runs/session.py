@@ -8,6 +8,7 @@ import jax
 from dspark_jax import tensor_files
 from dspark_jax.drafters import load as drafter_load
 from dspark_jax.training.runs import (
+    attending,
     diagnosis,
     events,
     loop,
@@ -90,6 +91,9 @@ class Session:
             "drafters": {
                 name: str(self.folder.drafter(name)) for name in self.trainer.names
             },
+            "attention": attending.report(
+                self.config, self.trainer.target, self.trainer.drafters
+            ),
             "device": jax.devices()[0].device_kind,
             "num_devices": int(self.trainer.placement.mesh.size),
             "jax": jax.__version__,

@@ -83,6 +83,7 @@ class Trainer:
             "drafters": drafters,
             "recipes": run_config.recipes(config),
             "config": train,
+            "mesh": self.placement.mesh,
         }
         self._step = jax.jit(
             functools.partial(_step, **static, micro_steps=config.micro_steps),
@@ -255,6 +256,7 @@ def _step(
     drafters: tuple[DrafterConfig, ...],
     recipes: tuple[Recipe, ...],
     config: TrainConfig,
+    mesh: Mesh,
     micro_steps: int,
     on_policy: bool,
 ) -> tuple[TrainState, StepReport]:
@@ -284,6 +286,7 @@ def _step(
         head=head,
         anchors=anchors,
         on_policy=on_policy,
+        mesh=mesh,
     )
     return state, StepReport(outcomes, _checksum(anchors))
 
@@ -300,6 +303,7 @@ def _evaluate(
     drafters: tuple[DrafterConfig, ...],
     recipes: tuple[Recipe, ...],
     config: TrainConfig,
+    mesh: Mesh,
 ) -> tuple[Outcome, ...]:
     states = target_states.compute(
         target, target_params, batch, drafters[0].tap_layers, config.attention
@@ -316,6 +320,7 @@ def _evaluate(
         drafters=drafters,
         recipes=recipes,
         config=config,
+        mesh=mesh,
     )
 
 

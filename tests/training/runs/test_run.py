@@ -183,9 +183,11 @@ def test_what_only_the_target_and_the_machine_can_refuse(
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
-def test_cudnn_needs_a_gpu(config, tiny, target):
-    train = tiny.replaced(config.train, attention="cudnn")
-    with pytest.raises(ValueError, match="attention = 'cudnn' needs an NVIDIA GPU"):
+@pytest.mark.parametrize(("name", "needed"), [("cudnn", "8.0"), ("mosaic_gpu", "9.0")])
+def test_kernels_need_a_gpu(config, tiny, target, name, needed):
+    train = tiny.replaced(config.train, attention=name)
+    message = f"attention = '{name}' can't run blocks here: needs compute .* {needed}"
+    with pytest.raises(ValueError, match=message):
         run.check(tiny.replaced(config, train=train), target[0])
 
 
