@@ -151,6 +151,10 @@ class Engine:
             self._fail_steps(error)
         return time.perf_counter() - started_at
 
+    def use_costs(self, costs: Any) -> None:
+        """Takes another table of step times, as `costs` of the constructor."""
+        self._loop.planner.use_costs(costs)
+
     def submit(
         self,
         tokens: Sequence[int] | np.ndarray,

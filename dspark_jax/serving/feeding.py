@@ -8,8 +8,8 @@ round, oldest first, step after step until none is left. Two things bound that.
   most `EngineConfig.max_prefill_steps` between two rounds.
 * A prefill step takes as long with padding as with pieces. One that would have room
   left is put off while eight times as many requests decode as wait to be fed, for
-  `EngineConfig.max_prefill_delay` rounds at most: a few late first words against a pause
-  for many, and the prompts that come meanwhile share the step.
+  `EngineConfig.max_prefill_delay` rounds at most: a few late first words against a
+  pause for many, and the prompts that come meanwhile share the step.
 """
 
 from dspark_jax.serving.engine_config import EngineConfig

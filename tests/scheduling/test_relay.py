@@ -147,7 +147,7 @@ def test_what_is_read_is_old_enough_and_the_request_s_own(data):
                 assert who == owner[slot]
                 assert past.origin_step[slot] == when <= step - lag
             else:
-                assert past.confidence[slot, 0] == 1
+                assert past.origin_step[slot] == -1
         slots = data.draw(st.lists(st.integers(0, 2), unique=True))
         if slots:
             values = [(step * 3 + slot + 1) / 64 for slot in slots]
