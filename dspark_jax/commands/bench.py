@@ -27,7 +27,8 @@ turns, at several loads: a closed loop (as many requests at once as --concurrenc
 and Poisson arrivals (--rates, requests a second). Greedy or seeded, so that all modes
 say the same words. It reports tokens a second, tokens a second and user, the mean
 verify window of every domain, and the ratio of each mode to the better of plain and
-static with its 95 % interval. The JSON is saved after every repeat.
+static with its 95 % interval. Up to three concurrencies share an engine, and everything
+is compiled first. The JSON is saved after every repeat of a load.
 """
 _SERVE_EPILOG = """\
 examples:
@@ -108,7 +109,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--requests",
         type=int,
         metavar="N",
-        help="of a trial (default: two for each that runs at once, at least 8)",
+        help="of a trial (default: three for each that runs at once, at least 8)",
     )
     add(
         "--repeats",
@@ -121,7 +122,8 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=float,
         metavar="S",
-        help="seconds for everything: loads share them, later repeats are left out",
+        help="seconds for everything: repeats take in all loads, and what does not fit "
+        "is left out",
     )
     add(
         "--max-new-tokens",
@@ -141,7 +143,13 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("engine").add_argument
     options.add_draft_length(add)
     add("--page-size", type=int, default=16, metavar="N", help="default %(default)s")
-    add("--chunk", type=int, default=64, metavar="N", help="default %(default)s")
+    add(
+        "--chunk",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of a prompt's piece (default %(default)s)",
+    )
     add(
         "--rounds-per-step",
         type=int,
@@ -152,7 +160,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add(
         "--costs",
         metavar="FILE",
-        help="a cost table of `dspark profile` (default: measured before each load)",
+        help="a cost table of `dspark profile` (default: measured first)",
     )
     add("--sts", metavar="FILE", help="a calibration of `dspark calibrate`")
     add = parser.add_argument_group("random weights").add_argument

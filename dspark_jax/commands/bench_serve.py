@@ -1,8 +1,10 @@
-"""The trials of `dspark bench serve`, and what is made of them."""
+"""The trials of `dspark bench serve`, and what is made of them.
+
+One repeat of every load comes before the next repeat of any: what is left out when time
+ends is left out everywhere, and a slow minute of the machine falls on all.
+"""
 
 import argparse
-import concurrent.futures
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -11,17 +13,74 @@ from typing import Any
 import numpy as np
 
 from dspark_jax import config
-from dspark_jax.commands import bench, bench_models, failure, unpriced
+from dspark_jax.commands import bench, bench_engines, bench_models, failure
+from dspark_jax.commands.bench_engines import Group
 from dspark_jax.commands.bench_models import BenchModels
 from dspark_jax.evaluation import paired, provenance
 from dspark_jax.scheduling import calibration, cost_files, json_files
-from dspark_jax.scheduling.costs import Costs
-from dspark_jax.scheduling.online_costs import OnlineCosts
-from dspark_jax.serving import Bucket, Engine, EngineConfig, loads, profile
+from dspark_jax.serving import loads
 
 _FIXED = ("plain", "static")
-_METERED = ("compact", "cap-accept")
-_MEASURED_STEPS, _MEASURED_REPEATS = 4, 3
+_WAVES = 3  # requests of a trial for each that runs at once
+
+
+class _Load:
+    """One load: its requests, its engines, and the trials so far."""
+
+    def __init__(
+        self,
+        kind: str,
+        value: float,
+        group: Group,
+        jobs: list[loads.Job],
+        arguments: argparse.Namespace,
+    ):
+        self.key = {kind: value}
+        self.group = group
+        self._is_closed = kind == "concurrency"
+        self._value = value
+        self._jobs = jobs
+        self._arguments = arguments
+        self._trials: dict[str, list[loads.Trial]] = {m: [] for m in arguments.modes}
+        self._words: dict[str, list[list[int]]] = {}
+        self.num_repeats = 0
+        self.longest_seconds = 0.0  # of a repeat
+
+    def run_repeat(self) -> None:
+        """A trial of every mode; which comes first changes from repeat to repeat."""
+        begin = time.perf_counter()
+        modes = self._arguments.modes
+        first = self.num_repeats % len(modes)
+        for mode in modes[first:] + modes[:first]:
+            engine = self.group.engines[mode]
+            if self._is_closed:
+                trial = loads.run_closed(engine, self._jobs, int(self._value))
+            else:
+                rng = np.random.default_rng((self._arguments.seed, self.num_repeats))
+                trial = loads.run_open(engine, self._jobs, self._value, rng)
+            self._trials[mode].append(trial)
+            self._words[mode] = [handle.tokens for handle in trial.handles]
+        self.num_repeats += 1
+        seconds = time.perf_counter() - begin
+        self.longest_seconds = max(self.longest_seconds, seconds)
+
+    def report(self) -> dict[str, Any]:
+        """The load's part of the result."""
+        modes = {m: _of_mode(found, self._jobs) for m, found in self._trials.items()}
+        reference = self._words[self._arguments.modes[0]]
+        return {
+            "load": "closed" if self._is_closed else "open",
+            **self.key,
+            "num_slots": self.group.num_slots,
+            "num_requests": len(self._jobs),
+            "num_repeats": self.num_repeats,
+            "modes": modes,
+            "num_equal_words": {
+                mode: sum(map(list.__eq__, found, reference))
+                for mode, found in self._words.items()
+            },
+            "ratios": _ratios(modes),
+        }
 
 
 class _Bench:
@@ -31,12 +90,14 @@ class _Bench:
         self._arguments = arguments
         self._models = models
         self._begin = time.perf_counter()
-        self._temperatures = None
+        temperatures = None
         if arguments.sts is not None:
-            self._temperatures = calibration.read(arguments.sts).temperatures
-        self._costs = (
-            None if arguments.costs is None else cost_files.read(arguments.costs)
-        )
+            temperatures = calibration.read(arguments.sts).temperatures
+        costs = None if arguments.costs is None else cost_files.read(arguments.costs)
+        self._has_costs = costs is not None
+        self._groups = bench_engines.make_groups(arguments, models, costs, temperatures)
+        self._loads = [self._load("concurrency", c) for c in arguments.concurrency]
+        self._loads += [self._load("rate", rate) for rate in arguments.rates]
         self.result: dict[str, Any] = {
             "command": "bench serve",
             **provenance.of_machine(),
@@ -47,30 +108,41 @@ class _Bench:
             "temperature": arguments.temperature,
             "seed": arguments.seed,
             "max_new_tokens": arguments.max_new_tokens,
+            "page_size": arguments.page_size,
+            "chunk": arguments.chunk,
             "rounds_per_step": arguments.rounds_per_step,
             "modes": arguments.modes,
+            "num_repeats": arguments.repeats,
+            "time_limit": arguments.time_limit,
+            "engines": [group.about for group in self._groups],
             "points": [],
             "is_complete": False,
         }
+        self._take_stock()
 
     def run(self) -> None:
-        """All loads, each with its share of the time that is left."""
-        given = self._arguments
-        points = [("concurrency", c) for c in given.concurrency]
-        points += [("rate", rate) for rate in given.rates]
-        for number, (kind, value) in enumerate(points):
-            until = None
-            if given.time_limit is not None:
-                left = given.time_limit - self._elapsed
-                if left <= 0:
+        """Repeat after repeat of all loads, until all are done or time is up."""
+        self.result["warm_up_seconds"] = bench_engines.compile_all(self._groups)
+        self._say("compiled")
+        if not self._has_costs:
+            for group in self._groups:
+                bench_engines.measure_costs(group)
+        self.result["preparation_seconds"] = self._elapsed
+        self._say("step costs measured")
+        for repeat in range(self._arguments.repeats):
+            for load in self._loads:
+                if not self._has_time(load.longest_seconds):
                     self._say("time is up")
+                    self.save()
                     return
-                until = self._elapsed + left / (len(points) - number)
-            self._run_point(kind, value, until)
-        self.result["is_complete"] = True
+                load.run_repeat()
+                self._take_stock()
+                self.save()
+            self._say(f"repeat {repeat + 1} of {self._arguments.repeats}")
         self.save()
 
     def save(self) -> None:
+        """Writes the result as it stands."""
         self.result["seconds"] = self._elapsed
         if self._arguments.output is not None:
             json_files.write(self._arguments.output, self.result)
@@ -79,116 +151,35 @@ class _Bench:
     def _elapsed(self) -> float:
         return time.perf_counter() - self._begin
 
-    def _run_point(self, kind: str, value: float, until: float | None) -> None:
-        given = self._arguments
-        slots = int(value) if kind == "concurrency" else given.slots
-        point: dict[str, Any] = {"load": "closed" if kind == "concurrency" else "open"}
-        point |= {kind: value, "num_slots": slots, "modes": {}}
-        self.result["points"].append(point)
-        jobs = self._models.jobs(given, given.requests or max(2 * slots, 8))
-        point["num_requests"] = len(jobs)
-        engines = self._engines(slots, is_open=kind == "rate", point=point)
-        self._say(f"{kind} {value:g}: compiled, {self._elapsed:.0f} s")
-        trials: dict[str, list[loads.Trial]] = {mode: [] for mode in given.modes}
-        words: dict[str, list[list[int]]] = {}
-        for repeat in range(given.repeats):
-            order = given.modes[repeat % len(given.modes) :]
-            order += given.modes[: repeat % len(given.modes)]
-            for mode in order:
-                if kind == "concurrency":
-                    trial = loads.run_closed(engines[mode], jobs)
-                else:
-                    rng = np.random.default_rng((given.seed, repeat))
-                    trial = loads.run_open(engines[mode], jobs, value, rng)
-                trials[mode].append(trial)
-                words[mode] = [handle.tokens for handle in trial.handles]
-            point["num_repeats"] = repeat + 1
-            point["modes"] = {
-                mode: _of_mode(found, jobs) for mode, found in trials.items()
-            }
-            point["num_equal_words"] = {
-                mode: sum(map(list.__eq__, found, words[given.modes[0]]))
-                for mode, found in words.items()
-            }
-            point["ratios"] = _ratios(point["modes"])
-            self.save()
-            if until is not None and self._elapsed > until and repeat > 0:
-                break
-        self._say(f"{kind} {value:g}: {point['num_repeats']} repeats")
-        del engines
-        gc.collect()  # The next load's pools need the memory.
+    def _has_time(self, seconds: float) -> bool:
+        limit = self._arguments.time_limit
+        return limit is None or self._elapsed + seconds <= limit
 
-    def _engines(
-        self, slots: int, *, is_open: bool, point: dict[str, Any]
-    ) -> dict[str, Engine]:
-        """Warm engines by mode; those that are metered have their costs."""
-        modes = self._arguments.modes
+    def _take_stock(self) -> None:
+        """The points of all loads, and what is missing of them."""
+        asked = self._arguments.repeats
+        self.result["points"] = [x.report() for x in self._loads if x.num_repeats]
+        self.result["left_out"] = [
+            x.key | {"num_repeats": asked - x.num_repeats}
+            for x in self._loads
+            if x.num_repeats < asked
+        ]
+        self.result["is_complete"] = not self.result["left_out"]
 
-        def make(mode: str) -> Engine:
-            return self._engine(mode, slots, is_open=is_open, costs=self._costs)
-
-        with unpriced.engines():
-            engines = {mode: make(mode) for mode in modes}
-        # Compiling is most of it, and much of that runs beside Python.
-        with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
-            seconds = list(pool.map(Engine.warm_up, engines.values()))
-        point["warm_up_seconds"] = dict(zip(modes, seconds, strict=True))
-        point["num_programs"] = {m: e.num_programs for m, e in engines.items()}
-        if self._costs is None and "compact" in engines:
-            engine = engines["compact"]
-            most = engine.max_measured_context(_MEASURED_STEPS)
-            measured = profile.measure_steps(
-                engine,
-                sorted({max(most // 4, 1), most}),
-                num_steps=_MEASURED_STEPS,
-                repeats=_MEASURED_REPEATS,
-            )
-            costs = profile.make_costs(measured, {}, is_fastest=True)
-            point["step_costs"] = [step._asdict() for step in measured]
-            del engine
-            for mode in set(_METERED) & set(engines):
-                del engines[mode]  # frees its pools before the next are made
-                engines[mode] = self._engine(mode, slots, is_open=is_open, costs=costs)
-        return engines
-
-    def _engine(
-        self, mode: str, slots: int, *, is_open: bool, costs: Costs | None
-    ) -> Engine:
-        given, models = self._arguments, self._models
-        length = given.draft_length or models.drafter.config.block_size
-        longest = models.longest_prompt + given.max_new_tokens
-        # Room to measure steps at the longest context, too.
-        longest += _MEASURED_STEPS * given.rounds_per_step * (1 + length)
-        settings = EngineConfig(
-            mode=mode,  # type: ignore[arg-type]
-            num_slots=slots,
-            max_length=min(longest, models.target.config.max_position + 1),
-            page_size=given.page_size,
-            rule=bench.rule_of(given),  # type: ignore[arg-type]
-            draft_length=given.draft_length,
-            candidates=given.candidates,
-            buckets=None if is_open else _buckets(mode, slots, length),
-            chunk=given.chunk,
-            prefill_groups=max(1, min(slots // 4, 16)),
-            sampling_fields=("temperature",) if given.temperature > 0 else (),
-            max_stop_tokens=max(len(models.stop_tokens), 1),
-            rounds_per_step=given.rounds_per_step,
+    def _load(self, kind: str, value: float) -> _Load:
+        given, is_closed = self._arguments, kind == "concurrency"
+        group = next(
+            group
+            for group in self._groups
+            if (group.sizes is None) is not is_closed
+            and (group.sizes is None or value in group.sizes)
         )
-        if mode == "plain":
-            return Engine(models.target, models.target_params, config=settings)
-        follows = OnlineCosts(costs) if costs is not None and mode in _METERED else None
-        return Engine(
-            models.target,
-            models.target_params,
-            models.drafter,
-            models.drafter_params,
-            config=settings,
-            costs=follows,
-            temperatures=self._temperatures,
-        )
+        at_once = int(value) if is_closed else given.slots
+        count = given.requests or max(_WAVES * at_once, 8)
+        return _Load(kind, value, group, self._models.jobs(given, count), given)
 
     def _say(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{line}, {self._elapsed:.0f} s\n")
         sys.stderr.flush()
 
 
@@ -198,6 +189,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if "cap-accept" in modes and "compact" not in modes and arguments.costs is None:
         raise failure.Failure("--modes cap-accept needs compact beside it, or --costs")
     arguments.modes = sorted(modes, key=config.MODES.index)
+    arguments.concurrency = list(dict.fromkeys(arguments.concurrency))
+    arguments.rates = list(dict.fromkeys(arguments.rates))
     models = bench_models.load(arguments)
     with failure.of_input():
         runs = _Bench(arguments, models)
@@ -239,17 +232,6 @@ def print_table(result: dict[str, Any]) -> None:
     console = rich.console.Console(highlight=False)
     console.print(table)
     console.print("ratio: to the better of plain and static, with its 95 % interval")
-
-
-def _buckets(mode: str, slots: int, length: int) -> tuple[Bucket, ...]:
-    """The shapes of a closed loop: its requests are always as many."""
-    full = slots * (1 + length)
-    if mode == "plain":
-        return (Bucket(slots, slots),)
-    if mode != "compact":
-        return (Bucket(slots, full),)
-    tokens = {slots, slots * (1 + length // 4), slots * (1 + length // 2), full}
-    return tuple(Bucket(slots, count) for count in sorted(tokens))
 
 
 def _of_mode(

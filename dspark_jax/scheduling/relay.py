@@ -15,17 +15,20 @@ from typing import Any
 import numpy as np
 
 LAG = 2
+MEMORY = 2048  # rows after which 1/e of a row's part in the average is left
 
 
 class PastConfidence:
     """Confidences of earlier steps, one row a request; only the relay makes it.
 
     Attributes:
-      confidence: float64 [B, K], read-only; 1 where nothing is known (a request that
-        has drafted nothing yet is given the benefit of the doubt).
+      confidence: float64 [B, K], read-only. A request that has drafted nothing yet has
+        the average of those that have, slot by slot; 1 before any has. (If it were
+        always 1, new requests would be promised whole windows, and where answers are
+        short a large part of the batch is new.)
       is_known: bool [B].
       origin_step: int64 [B], the step that drafted each row; -1 where not known.
-      newest_step: the latest of them, -1 if none is known.
+      newest_step: the latest that anything here comes from, -1 if nothing does.
     """
 
     confidence: np.ndarray
@@ -69,6 +72,9 @@ class ConfidenceRelay:
         # One entry more than the lag: the oldest is the one that is read.
         self._ring: collections.deque[_Published] = collections.deque(maxlen=lag + 1)
         self._newest = -1
+        self._average = np.ones(draft_length)
+        self._num_averaged = 0
+        self._average_step = -1
 
     def assign(self, slot: int) -> int:
         """Tells that `slot` has a new owner from now on; returns its generation.
@@ -120,7 +126,9 @@ class ConfidenceRelay:
         self._take_arrived(step - self.lag)
         is_known = self._known_generation[rows] == self._generation[rows]
         is_known &= self._origin[rows] <= step - self.lag
-        confidence = np.where(is_known[:, None], self._confidence[rows], 1.0)
+        confidence = np.where(
+            is_known[:, None], self._confidence[rows], self._average[None]
+        )
         confidence.flags.writeable = False
         origin = np.where(is_known, self._origin[rows], -1)
         past = object.__new__(PastConfidence)
@@ -128,6 +136,8 @@ class ConfidenceRelay:
         past.is_known = is_known
         past.origin_step = origin
         past.newest_step = int(origin.max(initial=-1))
+        if not is_known.all():
+            past.newest_step = max(past.newest_step, self._average_step)
         return past
 
     def _take_arrived(self, last_step: int) -> None:
@@ -144,8 +154,18 @@ class ConfidenceRelay:
             self._confidence[slots] = values[is_newer]
             self._known_generation[slots] = entry.generation[is_newer]
             self._origin[slots] = entry.step
+            self._add_to_average(values, entry.step)
         self._ring.clear()
         self._ring.extend(waiting)
+
+    def _add_to_average(self, values: np.ndarray, step: int) -> None:
+        if not len(values):
+            return
+        self._num_averaged += len(values)
+        # A plain mean at first, an exponential one later.
+        share = max(len(values) / self._num_averaged, -np.expm1(-len(values) / MEMORY))
+        self._average = self._average + share * (values.mean(axis=0) - self._average)
+        self._average_step = max(self._average_step, step)
 
     def _check_slots(self, slots: Sequence[int]) -> np.ndarray:
         array = np.asarray(slots, np.int64)

@@ -5,7 +5,7 @@ package is a name below.
 """
 
 from dspark_jax.serving.batching import Bucket
-from dspark_jax.serving.engine import Engine, EngineError
+from dspark_jax.serving.engine import Engine, EngineError, warm_up
 from dspark_jax.serving.engine_config import MODES, EngineConfig
 from dspark_jax.serving.requests import QueueFullError, RequestHandle
 
@@ -17,4 +17,5 @@ __all__ = [
     "EngineError",
     "QueueFullError",
     "RequestHandle",
+    "warm_up",
 ]

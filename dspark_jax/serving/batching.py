@@ -37,19 +37,26 @@ class Bucket:
 
 
 def default_buckets(mode: str, num_slots: int, draft_length: int) -> tuple[Bucket, ...]:
-    """At most 10 shapes: a sixteenth, a quarter and all of the slots, by T.
+    """At most 10 shapes: a sixteenth, a quarter and all of the slots, by T."""
+    requests = {-(-num_slots // 16), -(-num_slots // 4), num_slots}
+    return buckets_of(mode, sorted(requests), draft_length)
+
+
+def buckets_of(
+    mode: str, requests: Sequence[int], draft_length: int
+) -> tuple[Bucket, ...]:
+    """The shapes of a mode for these numbers of requests, ascending.
 
     "compact" has plain steps, half and full windows, and a quarter at the largest.
     """
-    requests = sorted({-(-num_slots // 16), -(-num_slots // 4), num_slots})
     shapes = set()
-    for rank, r in enumerate(reversed(requests)):
+    for r in requests:
         if mode in ("plain", "compact"):
             shapes.add(Bucket(r, r))
         if mode != "plain":
             shapes.add(Bucket(r, r * (1 + draft_length)))
         if mode == "compact":
-            shares = (2, 4) if rank == 0 else (2,)
+            shares = (2, 4) if r == max(requests) else (2,)
             shapes.update(Bucket(r, r * (1 + draft_length // s)) for s in shares)
     return tuple(sorted(shapes))
 
@@ -98,6 +105,11 @@ class BucketGrid:
     def requests_for(self, count: int) -> int:
         """The smallest R that holds `count` requests."""
         return next(r for r in self._requests if r >= count)
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The declared numbers of requests, ascending."""
+        return tuple(self._requests)
 
     def drafting(self, requests: int) -> list[int]:
         """T of the speculative shapes with R requests, ascending."""

@@ -29,7 +29,7 @@ from dspark_jax.serving.loop import StepLoop
 from dspark_jax.serving.metrics import Recorder
 from dspark_jax.serving.planning import RoundPlanner
 from dspark_jax.serving.requests import QueueFullError, RequestHandle
-from dspark_jax.serving.runner import StepRunner
+from dspark_jax.serving.runner import StepRunner, compile_programs
 from dspark_jax.serving.step_spec import Params, StepSpec
 from dspark_jax.types import Drafter, PyTree, Target
 
@@ -151,6 +151,10 @@ class Engine:
             self._fail_steps(error)
         return time.perf_counter() - started_at
 
+    def use_costs(self, costs: Any) -> None:
+        """Takes another table of step times, as `costs` of the constructor."""
+        self._loop.planner.use_costs(costs)
+
     def submit(
         self,
         tokens: Sequence[int] | np.ndarray,
@@ -269,7 +273,7 @@ class Engine:
         Raises:
           ValueError: there is none.
         """
-        rounds = num_steps * self.config.rounds_per_step
+        rounds = (1 + num_steps) * self.config.rounds_per_step  # one leads in
         most = self.config.max_length - rounds * (1 + self._spec.draft_length)
         if num_steps < 1 or most < 1:
             raise ValueError(
@@ -334,3 +338,18 @@ class Engine:
             f"a step failed on the device and ended {num_failed} requests; the engine "
             f"is {usable}: {error}"
         ) from error
+
+
+def warm_up(engines: Sequence[Engine]) -> float:
+    """Warms up several engines; returns seconds.
+
+    Their programs compile side by side, and those that engines share (prefill, say, of
+    equal shapes in different modes) once.
+    """
+    started_at = time.perf_counter()
+    for engine in engines:
+        engine._check_usable()
+    compile_programs([(engine._loop.runner, engine.buckets) for engine in engines])
+    for engine in engines:
+        engine.warm_up()
+    return time.perf_counter() - started_at

@@ -30,7 +30,12 @@ class EngineConfig:
         tokens == requests is a plain step.
       chunk, prefill_groups: a prefill step feeds up to `prefill_groups` pieces of up
         to `chunk` prompt tokens, of one request or of several. Where few are to be
-        fed, a program of an eighth as many pieces does it.
+        fed, a program of a quarter as many pieces does it.
+      max_prefill_steps: prefill steps between two rounds, while requests decode: their
+        words stall for that long at most.
+      max_prefill_delay: rounds that a prefill step which would not be full may be put
+        off while many requests decode and few wait to be fed (`serving.feeding`); 0
+        feeds at once.
       sampling_fields: the fields of `Sampling` that requests may set. Each costs time
         in every step, whoever uses it; () is a greedy engine.
       max_stop_tokens: stop tokens a request may have.
@@ -55,6 +60,8 @@ class EngineConfig:
     buckets: tuple[Bucket, ...] | None = None
     chunk: int = 64
     prefill_groups: int = 4
+    max_prefill_steps: int = 8
+    max_prefill_delay: int = 4
     sampling_fields: tuple[str, ...] = ("temperature",)
     max_stop_tokens: int = 4
     rounds_per_step: int = 1
@@ -81,6 +88,7 @@ class EngineConfig:
             "candidates",
             "chunk",
             "prefill_groups",
+            "max_prefill_steps",
             "max_stop_tokens",
             "rounds_per_step",
             "probe_every",
@@ -89,6 +97,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.max_prefill_delay < 0:
+            raise ValueError(
+                f"max_prefill_delay must be at least 0, got {self.max_prefill_delay}"
+            )
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
         if not 0 <= self.margin < 1:
@@ -116,7 +128,7 @@ class EngineConfig:
         A request that comes while others decode must not pay, nor make them pay, for
         rows of padding.
         """
-        return tuple(sorted({max(1, self.prefill_groups // 8), self.prefill_groups}))
+        return tuple(sorted({max(1, self.prefill_groups // 4), self.prefill_groups}))
 
     @property
     def pages_per_slot(self) -> int:

@@ -72,12 +72,29 @@ class Trial:
         return float(np.median(rates)) if rates else 0.0
 
 
-def run_closed(engine: Engine, jobs: Sequence[Job]) -> Trial:
-    """All jobs, as many at once as there are slots."""
+def run_closed(
+    engine: Engine, jobs: Sequence[Job], concurrency: int | None = None
+) -> Trial:
+    """All jobs, `concurrency` at once (None: as many as there are slots).
+
+    Each that ends is followed by the next.
+    """
+    most = engine.config.num_slots if concurrency is None else concurrency
+    if not 1 <= most <= engine.config.num_slots:
+        raise ValueError(
+            f"`concurrency` must lie in 1..{engine.config.num_slots}, the engine's "
+            f"slots, got {most}"
+        )
     engine.metrics(reset=True)
     started_at = time.perf_counter()
-    handles = [job.submit(engine) for job in jobs]
-    engine.run()
+    handles: list[RequestHandle] = []
+    running: list[RequestHandle] = []
+    while len(handles) < len(jobs) or not engine.is_idle:
+        running = [handle for handle in running if not handle.is_done]
+        for job in jobs[len(handles) : len(handles) + most - len(running)]:
+            handles.append(job.submit(engine))
+            running.append(handles[-1])
+        engine.step()
     return Trial(handles, time.perf_counter() - started_at, engine.metrics())
 
 

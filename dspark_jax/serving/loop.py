@@ -15,9 +15,10 @@ from dspark_jax.serving import results
 from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.callbacks import CallbackGuard
 from dspark_jax.serving.engine_config import EngineConfig
+from dspark_jax.serving.feeding import Feeder
 from dspark_jax.serving.metrics import Recorder
 from dspark_jax.serving.planning import RoundPlanner
-from dspark_jax.serving.requests import DECODING, PREFILLING, RequestHandle
+from dspark_jax.serving.requests import DECODING, RequestHandle
 from dspark_jax.serving.results import DispatchedStep
 from dspark_jax.serving.runner import Piece, StepRunner
 from dspark_jax.serving.slots import SlotTable
@@ -40,6 +41,7 @@ class StepLoop:
         self.planner = planner
         self.recorder = recorder
         self.slots = SlotTable(config)
+        self._feeder = Feeder(config, self.slots)
         self.in_flight: collections.deque[DispatchedStep] = collections.deque()
         self.step_number = 0
         # Whether the books are complete: an interrupt then loses nothing.
@@ -53,7 +55,7 @@ class StepLoop:
         self.step_number += 1
         for slot in self.slots.admit():
             self.planner.assign(slot)
-        has_fed = self._dispatch_prefill()
+        has_fed = self._feed()
         has_dispatched = self._dispatch_round() or has_fed
         ahead = self._config.dispatch_ahead if has_dispatched else 0
         self._collect(self.step_number - ahead)
@@ -90,23 +92,16 @@ class StepLoop:
         self.is_whole = True
         return len(failed)
 
-    def _dispatch_prefill(self) -> bool:
-        """Feeds the next pieces of the oldest prompts that are not fed yet."""
-        pieces: list[Piece] = []
-        for request in self.slots.prefilling:
-            while (
-                request._status == PREFILLING
-                and len(pieces) < self._config.prefill_groups
-            ):
-                first, end = request._num_fed, request._feed_length
-                count = min(self._config.chunk, end - first)
-                request._num_fed += count
-                if request._num_fed == end:
-                    request._status = DECODING
-                draws = request._num_fed == end and not request.tokens
-                pieces.append(Piece(request, first, count, draws))
-        if not pieces:
-            return False
+    def _feed(self) -> bool:
+        """Prefill steps for the prompts that wait; whether there was one."""
+        num_steps = 0
+        while pieces := self._feeder.next_pieces(num_steps):
+            self._dispatch_prefill(pieces)
+            num_steps += 1
+        return num_steps > 0
+
+    def _dispatch_prefill(self, pieces: list[Piece]) -> None:
+        """One prefill step."""
         num_pieces = self.runner.prefill_size(len(pieces))
         started_at = self._before_dispatch(num_pieces)
         step = DispatchedStep(
@@ -118,10 +113,10 @@ class StepLoop:
             started_at=started_at,
             num_fed=sum(piece.count for piece in pieces),
             num_pieces=num_pieces,
+            num_filled=len(pieces),
         )
         step.begin()
         self.in_flight.append(step)
-        return True
 
     def _dispatch_round(self) -> bool:
         """One round for all that decode, with pages for what they may add."""

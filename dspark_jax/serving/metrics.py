@@ -42,16 +42,17 @@ class Recorder:
     ) -> None:
         """One step of one program, and the time it took."""
         if step.bucket is None:
-            name, requests = f"prefill {step.num_pieces}", step.num_pieces
-            rows = requests * config.chunk
+            name, places = f"prefill {step.num_pieces}", step.num_pieces
+            filled, rows = step.num_filled, places * config.chunk
         else:
-            name, requests = step_name(step.bucket), step.bucket.requests
+            name, places = step_name(step.bucket), step.bucket.requests
+            filled = len(step.rows)
             rows = config.rounds_per_step * step.bucket.tokens
         counts = self.steps.setdefault(name, _StepCounts())
         counts.num_steps += 1
         counts.seconds += seconds
-        counts.requests += len(step.rows)
-        counts.request_places += requests
+        counts.requests += filled
+        counts.request_places += places
         counts.rows += step.num_fed
         counts.row_places += rows
         if step.is_timed and step.plan is not None and step.plan.seconds is not None:

@@ -2,6 +2,10 @@
 
 Prices come from a cost table, promises from confidences at least two steps old
 (`scheduling.relay`). Without a table every window is full.
+
+What is compared is the rate at which rounds make words. Prompts are fed between rounds
+(`feeding`) and cost a request the same whichever rounds it then takes part in: their
+price is in none of the options.
 """
 
 import dataclasses
@@ -14,7 +18,7 @@ from dspark_jax.scheduling.budgets import budget
 from dspark_jax.scheduling.costs import Costs
 from dspark_jax.scheduling.online_costs import OnlineCosts
 from dspark_jax.scheduling.relay import ConfidenceRelay
-from dspark_jax.serving.batching import Bucket, BucketGrid, default_buckets
+from dspark_jax.serving.batching import Bucket, BucketGrid, buckets_of
 from dspark_jax.serving.engine_config import EngineConfig
 
 _logger = logging.getLogger(__name__)
@@ -39,15 +43,11 @@ class RoundPlanner:
         draft_length: int,
         costs: Costs | OnlineCosts | None,
     ):
-        if costs is not None and not isinstance(costs, Costs | OnlineCosts):
-            raise TypeError(
-                "`costs` must be Costs or OnlineCosts (dspark_jax.scheduling), got "
-                f"{type(costs).__name__}"
-            )
         self._config = config
         self._grid = grid
         self._draft_length = draft_length
-        self._costs = costs
+        self._costs: Costs | OnlineCosts | None = None
+        self.use_costs(costs)
         self._since_draft = 0
         self._is_metered = config.is_metered
         self._relay = None
@@ -60,8 +60,17 @@ class RoundPlanner:
         # "cap-accept" commits what "compact" would, whose shapes it does not run.
         self._shapes = grid
         if config.mode == "cap-accept":
-            shapes = default_buckets("compact", config.num_slots, draft_length)
+            shapes = buckets_of("compact", grid.requests, draft_length)
             self._shapes = BucketGrid((*shapes, *grid.buckets))
+
+    def use_costs(self, costs: Costs | OnlineCosts | None) -> None:
+        """Plans by these prices from now on."""
+        if costs is not None and not isinstance(costs, Costs | OnlineCosts):
+            raise TypeError(
+                "`costs` must be Costs or OnlineCosts (dspark_jax.scheduling), got "
+                f"{type(costs).__name__}"
+            )
+        self._costs = costs
 
     def assign(self, slot: int) -> None:
         """A slot has a new request: what is known of the last one is not its."""

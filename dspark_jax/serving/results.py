@@ -28,6 +28,7 @@ class DispatchedStep:
     plan: RoundPlan | None = None
     num_fed: int = 0  # prefill: tokens fed
     num_pieces: int = 0  # prefill: that its program takes
+    num_filled: int = 0  # prefill: of these, not padding
     is_timed: bool = True  # False: what it took is not known
 
     def begin(self) -> None:

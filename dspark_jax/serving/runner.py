@@ -9,8 +9,8 @@ import concurrent.futures
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,11 +37,18 @@ class StepRunner:
 
     def __init__(self, spec: StepSpec, params: Params, config: EngineConfig):
         self.spec = spec
+        # Programs that a field does not concern are one program whatever it says, for
+        # this engine and for others.
+        self._plain_spec = dataclasses.replace(
+            spec, is_budgeted=False, caps_commit=False
+        )
+        self._prefill_spec = dataclasses.replace(self._plain_spec, num_rounds=1)
         self._params = params
         self._config = config
         self._state: Any = None
         # Programs that have run: a bucket, or a number of pieces.
         self.known_programs: set[Bucket | int] = set()
+        self._compiled: set[Bucket | int] = set()
         self.reset()
 
     def reset(self) -> None:
@@ -57,14 +64,9 @@ class StepRunner:
         )
 
     def warm_up(self, buckets: Sequence[Bucket]) -> None:
-        """Compiles every program, several at a time, and runs each on padding."""
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            # A lowered program's executable is the one that later calls find.
-            sizes = self._config.prefill_sizes
-            lowered = [*map(self._lower_prefill, sizes)]
-            lowered += map(self._lower_round, buckets)
-            list(pool.map(lambda program: program.compile(), lowered))
-        for size in sizes:
+        """Compiles what `compile_programs` did not yet, and runs all on padding."""
+        compile_programs([(self, buckets)])
+        for size in self._config.prefill_sizes:
             result = self._prefill(self._no_pieces(size))
         for bucket in buckets:
             result = self.round(bucket, [], 0)
@@ -83,7 +85,7 @@ class StepRunner:
 
     def _prefill(self, control: np.ndarray) -> jax.Array:
         self._state, result = programs.prefill_chunk(
-            self._params, self._state, control, spec=self.spec
+            self._params, self._state, control, spec=self._prefill_spec
         )
         self.known_programs.add(len(control))
         result.copy_to_host_async()
@@ -103,7 +105,12 @@ class StepRunner:
         return self._round(bucket, control, num_drafts)
 
     def measure(self, bucket: Bucket, context_length: int, num_steps: int) -> float:
-        """Seconds of a round, from `num_steps` calls in a row; empties all slots."""
+        """Seconds of a round, from `num_steps` calls in a row; empties all slots.
+
+        They run as a loop's do: the host hands out a step and then waits for the one
+        before. A step more comes first, from whose end the time counts, so that what
+        the first call costs the host is in no step's price.
+        """
         columns, config = self.spec.round_control, self._config
         width = columns.at("table")
         control = np.empty((bucket.requests, columns.width), np.int32)
@@ -113,18 +120,23 @@ class StepRunner:
         control[:, width] = pages.reshape(control[:, width].shape)
         self._state = slot_state.fill_slots(self._state, np.int32(context_length))
         self._state.lengths.block_until_ready()
-        started_at = time.perf_counter()
-        for _ in range(num_steps):
+        ready_at: list[float] = []
+        before = None
+        for _ in range(1 + num_steps):
             result = self._round(bucket, control, bucket.tokens - bucket.requests)
-        result.block_until_ready()
-        seconds = time.perf_counter() - started_at
+            if before is not None:
+                np.asarray(before)
+                ready_at.append(time.perf_counter())
+            before = result
+        np.asarray(before)
+        seconds = time.perf_counter() - ready_at[0]
         self.reset()
         return seconds / (num_steps * self.spec.num_rounds)
 
     def _round(self, bucket: Bucket, control: np.ndarray, num_drafts: int) -> jax.Array:
         if bucket.is_plain:
             self._state, result = programs.plain_rounds(
-                self._params, self._state, control, spec=self.spec
+                self._params, self._state, control, spec=self._plain_spec
             )
         else:
             self._state, result = programs.speculative_rounds(
@@ -132,7 +144,7 @@ class StepRunner:
                 self._state,
                 control,
                 np.int32(num_drafts),
-                spec=self.spec,
+                spec=self._round_spec(bucket),
                 num_rows=bucket.tokens,
             )
         self.known_programs.add(bucket)
@@ -146,25 +158,29 @@ class StepRunner:
         control[:, columns.at("length")] = 1
         return control
 
-    def _lower_prefill(self, size: int) -> Any:
-        control = self._no_pieces(size)
-        return programs.prefill_chunk.lower(
-            self._params, self._state, control, spec=self.spec
-        )
+    def _round_spec(self, bucket: Bucket) -> StepSpec:
+        """That of a speculative round: where all drafts fit, a budget cuts none."""
+        holds_all = bucket.tokens == bucket.requests * (1 + self.spec.draft_length)
+        if holds_all and not self.spec.caps_commit:
+            return dataclasses.replace(self.spec, is_budgeted=False)
+        return self.spec
 
-    def _lower_round(self, bucket: Bucket) -> Any:
-        control = np.zeros((bucket.requests, self.spec.round_control.width), np.int32)
-        if bucket.is_plain:
-            return programs.plain_rounds.lower(
-                self._params, self._state, control, spec=self.spec
-            )
-        return programs.speculative_rounds.lower(
-            self._params,
-            self._state,
-            control,
-            np.int32(0),
-            spec=self.spec,
-            num_rows=bucket.tokens,
+    def _program(self, program: Bucket | int) -> "_Program":
+        """A program with arguments of its shapes."""
+        of_all = self._params, self._state
+        if isinstance(program, int):
+            control = self._no_pieces(program)
+            static = {"spec": self._prefill_spec}
+            return _Program(programs.prefill_chunk, (*of_all, control), static)
+        columns = self.spec.round_control
+        control = np.zeros((program.requests, columns.width), np.int32)
+        if program.is_plain:
+            static = {"spec": self._plain_spec}
+            return _Program(programs.plain_rounds, (*of_all, control), static)
+        return _Program(
+            programs.speculative_rounds,
+            (*of_all, control, np.int32(0)),
+            {"spec": self._round_spec(program), "num_rows": program.tokens},
         )
 
     def _fill(self, row: np.ndarray, piece: Piece) -> None:
@@ -191,3 +207,44 @@ class StepRunner:
         for name, part in parts.items():
             start = columns.at(name).start
             row[start : start + len(part)] = part
+
+
+def compile_programs(
+    chosen: Sequence[tuple[StepRunner, Sequence[Bucket]]],
+) -> int:
+    """Compiles the programs of several runners, many at a time; returns how many.
+
+    Equal programs of different runners are compiled once: static parts, shapes and
+    types decide.
+    """
+    compiling: dict[Hashable, concurrent.futures.Future] = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for runner, buckets in chosen:
+            for program in (*runner._config.prefill_sizes, *buckets):
+                if program in runner._compiled:
+                    continue
+                called = runner._program(program)
+                if called.identity not in compiling:
+                    # A lowered program's executable is the one that later calls find.
+                    # Lowering holds Python; compiling goes on beside it.
+                    lowered = called.function.lower(*called.arguments, **called.static)
+                    compiling[called.identity] = pool.submit(lowered.compile)
+        for future in compiling.values():
+            future.result()
+    for runner, buckets in chosen:
+        runner._compiled.update(runner._config.prefill_sizes, buckets)
+    return len(compiling)
+
+
+class _Program(NamedTuple):
+    function: Any
+    arguments: tuple[Any, ...]
+    static: dict[str, Any]
+
+    @property
+    def identity(self) -> Hashable:
+        """What makes two calls run one program."""
+        leaves, structure = jax.tree.flatten(self.arguments)
+        shapes = tuple((np.shape(leaf), str(leaf.dtype)) for leaf in leaves)
+        static = tuple(sorted(self.static.items(), key=lambda item: item[0]))
+        return self.function.__name__, static, structure, shapes

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from dspark_jax.serving import loads
+
 RATES = [0.7, 0.65, 0.6, 0.6, 0.6, 0.6, 0.6]
 SLOTS = [
     {"num_rounds": 1000, "accepted_share": float(share), "auroc": 0.75}
@@ -52,6 +54,46 @@ def test_random_weights_with_replayed_acceptance(run, calibration, tmp_path):
     assert {ratio["to"] for ratio in point["ratios"].values()} <= {"plain", "static"}
 
 
+def test_loads_share_engines_and_are_repeated_in_turns(run, calibration, monkeypatch):
+    order = []
+    closed, opened = loads.run_closed, loads.run_open
+    monkeypatch.setattr(
+        loads,
+        "run_closed",
+        lambda engine, jobs, most: order.append(most) or closed(engine, jobs, most),
+    )
+    monkeypatch.setattr(
+        loads,
+        "run_open",
+        lambda engine, *rest: order.append("open") or opened(engine, *rest),
+    )
+    status, out, err = run(
+        "bench", "serve", "--shapes", "tiny", "--replay", calibration,
+        "--concurrency", 5, 1, 2, 3, 1, "--rates", 300, "--slots", 2, "--repeats", 2,
+        "--modes", "compact", "--max-new-tokens", 8, "--rounds-per-step", 4, "--json",
+        *QUICK,
+    )  # fmt: skip
+    assert status == 0, err
+    assert order == [5, 1, 2, 3, "open"] * 2
+    found = json.loads(out.splitlines()[-1])
+    assert found["is_complete"]
+    assert found["left_out"] == []
+    assert found["rounds_per_step"] == 4
+    # Shapes of 1, 2 and 3 requests, of 5, and those that two slots have by default.
+    sizes = [{r for r, _ in e["shapes"]["compact"]} for e in found["engines"]]
+    assert sizes == [{1, 2, 3}, {5}, {1, 2}]
+    assert all(e["num_programs"]["compact"] <= 12 for e in found["engines"])
+    assert all(len(e["step_costs"]) > 0 for e in found["engines"])
+    slots = [point["num_slots"] for point in found["points"]]
+    assert slots == [5, 3, 3, 3, 2]
+    for point in found["points"]:
+        compact = point["modes"]["compact"]
+        assert point["num_repeats"] == 2
+        assert 0 < compact["host_share"] <= 1
+        steps = compact["metrics_of_last_trial"]["steps"]
+        assert any(step["predicted_mean_seconds"] for step in steps.values())
+
+
 def test_a_model_of_files_under_arrivals(run, target, drafters, prompt_file):
     status, out, err = run(
         "bench", "serve", "--target", target,
@@ -80,7 +122,8 @@ def test_time_is_up(run, calibration):
     assert status == 0, err
     found = json.loads(out.splitlines()[-1])
     assert not found["is_complete"]
-    assert len(found["points"]) < 2
+    assert found["points"] == []
+    assert found["left_out"] == [{"concurrency": 4, "num_repeats": 3}]
     assert "time is up" in err
 
 

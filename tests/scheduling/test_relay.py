@@ -55,7 +55,8 @@ def test_rows_come_in_the_order_of_the_slots_asked_for():
     relay = make_relay()
     relay.publish(0, [2, 0], rows(0.2, 0.5, 0.9))  # the third row is padding
     past = relay.read(2, [0, 1, 2])
-    assert past.confidence.tolist() == rows(0.5, 1, 0.2).tolist()
+    average = (0.2 + 0.5) / 2  # of those that are known
+    np.testing.assert_allclose(past.confidence, rows(0.5, average, 0.2))
     assert past.is_known.tolist() == [True, False, True]
     assert past.origin_step.tolist() == [0, -1, 0]
 
@@ -68,7 +69,7 @@ def test_a_reused_slot_never_inherits_confidences():
     # What the request before drafted arrives later, and is not read.
     for step in (2, 3):
         past = relay.read(step, [0])
-        assert (past.is_known.tolist(), past.confidence.tolist()) == ([False], [[1, 1]])
+        assert past.is_known.tolist() == [False]  # it has the average, then
     relay.publish(2, [0], rows(0.7))
     assert not relay.read(3, [0]).is_known[0]
     assert relay.read(4, [0]).confidence.tolist() == rows(0.7).tolist()
@@ -146,7 +147,7 @@ def test_what_is_read_is_old_enough_and_the_request_s_own(data):
                 assert who == owner[slot]
                 assert past.origin_step[slot] == when <= step - lag
             else:
-                assert past.confidence[slot, 0] == 1
+                assert past.origin_step[slot] == -1
         slots = data.draw(st.lists(st.integers(0, 2), unique=True))
         if slots:
             values = [(step * 3 + slot + 1) / 64 for slot in slots]
@@ -182,3 +183,29 @@ def test_bad_arguments(call, message):
     relay.publish(0, [0], rows(1))
     with pytest.raises(ValueError, match=message):
         call(relay)
+
+
+def test_new_requests_are_promised_the_average():
+    relay = make_relay()
+    assert relay.read(0, [0]).confidence.tolist() == [[1, 1]]  # nothing is known
+    relay.publish(0, [0, 1], np.array([[0.9, 0.5], [0.7, np.nan]]))
+    assert relay.read(1, [2]).newest_step == -1  # not old enough
+    relay.assign(0)
+    past = relay.read(2, [0, 1])
+    assert past.is_known.tolist() == [False, True]
+    np.testing.assert_allclose(past.confidence, [[0.8, 0.25], [0.7, 0]])
+    # It is as old as the newest of its rows, and says so.
+    assert past.newest_step == relay.read(2, [2]).newest_step == 0
+    relay.publish(3, [1], np.array([[0.2, 1]]))
+    past = relay.read(5, [0])
+    np.testing.assert_allclose(past.confidence, [[0.6, 0.5]])
+    assert (past.newest_step, past.origin_step.tolist()) == (3, [-1])
+
+
+def test_the_average_forgets():
+    relay = make_relay()
+    for step in range(4000):
+        relay.publish(step, [0, 1, 2], np.full((3, 2), 0.9 if step < 2000 else 0.1))
+        relay.read(step, [0])
+    relay.assign(0)
+    np.testing.assert_allclose(relay.read(4000, [0]).confidence, 0.1, atol=0.06)

@@ -104,7 +104,7 @@ def test_the_additive_model_of_a_table():
 
 def test_default_context_lengths(engine):
     lengths = profile.default_context_lengths(engine, 2)
-    assert lengths == (2, 10, 40)  # of 48, two steps of four tokens
+    assert lengths == (2, 9, 36)  # of 48, two steps of four tokens and one before
     assert np.all(np.diff(lengths) > 0)
 
 
@@ -119,7 +119,7 @@ def test_default_context_lengths(engine):
         ),
         (
             lambda e: profile.measure_steps(e, (1000,)),
-            r"`context_length` must lie in 1\.\.16",
+            r"`context_length` must lie in 1\.\.12",
         ),
         (
             lambda e: e.max_measured_context(12),
