@@ -217,10 +217,10 @@ def compile_programs(
     types decide.
     """
     compiling: dict[Hashable, concurrent.futures.Future] = {}
-    program: Bucket | int
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for runner, buckets in chosen:
-            for program in (*runner._config.prefill_sizes, *buckets):
+            wanted: list[Bucket | int] = [*runner._config.prefill_sizes, *buckets]
+            for program in wanted:
                 if program in runner._compiled:
                     continue
                 called = runner._program(program)
