@@ -10,6 +10,7 @@ monotone first.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -197,9 +198,13 @@ class Plane:
         object.__setattr__(self, "step_seconds", rows)
         object.__setattr__(self, "repair", probes.change(values, smooth))
 
+    @functools.cached_property
+    def _rows(self) -> np.ndarray:
+        return np.asarray(self.step_seconds)
+
     def seconds(self, packed_tokens: Any, context_tokens: float) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
-        rows = np.asarray(self.step_seconds)
+        rows = self._rows
         at, share = probes.bracket(context_tokens, self.context_tokens)
         low, high = rows[:, at], rows[:, min(at + 1, rows.shape[1] - 1)]
         # Slopes of different rows may cross beyond the last probe: keep their order.
@@ -220,6 +225,10 @@ class Grid:
     def __post_init__(self):
         probes.check_probes("requests", tuple(plane.requests for plane in self.planes))
 
+    @functools.cached_property
+    def _requests(self) -> tuple[int, ...]:
+        return tuple(plane.requests for plane in self.planes)
+
     @property
     def repair(self) -> float:
         """Largest relative change that made the planes monotone."""
@@ -229,7 +238,7 @@ class Grid:
         self, requests: int, packed_tokens: Any, context_tokens: float = 0
     ) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
-        at, share = probes.bracket(requests, tuple(p.requests for p in self.planes))
+        at, share = probes.bracket(requests, self._requests)
         low = self.planes[at].seconds(packed_tokens, context_tokens)
         if share == 0:
             return low

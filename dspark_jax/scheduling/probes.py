@@ -3,6 +3,7 @@
 Shared by the cost tables of `costs`.
 """
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -94,7 +95,7 @@ def bracket(at: float, probes: Sequence[int]) -> tuple[int, float]:
 
     The share is above 1 beyond the last probe and 0 below the first.
     """
-    place = min(int(np.searchsorted(probes, at, side="right")), len(probes) - 1) - 1
+    place = min(bisect.bisect_right(probes, at), len(probes) - 1) - 1
     if place < 0:
         return 0, 0.0
     return place, (at - probes[place]) / (probes[place + 1] - probes[place])

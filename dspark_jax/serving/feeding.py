@@ -44,7 +44,7 @@ class Feeder:
         if num_decoding and num_steps >= self._config.max_prefill_steps:
             return []
         if self._is_put_off(waiting, num_decoding):
-            self._num_rounds_put_off += 1
+            self._num_rounds_put_off += self._config.rounds_per_step
             return []
         self._num_rounds_put_off = 0
         return self._take(waiting)

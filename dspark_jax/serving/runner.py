@@ -42,6 +42,7 @@ class StepRunner:
         self._plain_spec = dataclasses.replace(
             spec, is_budgeted=False, caps_commit=False
         )
+        self._full_spec = dataclasses.replace(spec, is_budgeted=spec.caps_commit)
         self._prefill_spec = dataclasses.replace(self._plain_spec, num_rounds=1)
         self._params = params
         self._config = config
@@ -161,9 +162,7 @@ class StepRunner:
     def _round_spec(self, bucket: Bucket) -> StepSpec:
         """That of a speculative round: where all drafts fit, a budget cuts none."""
         holds_all = bucket.tokens == bucket.requests * (1 + self.spec.draft_length)
-        if holds_all and not self.spec.caps_commit:
-            return dataclasses.replace(self.spec, is_budgeted=False)
-        return self.spec
+        return self._full_spec if holds_all else self.spec
 
     def _program(self, program: Bucket | int) -> "_Program":
         """A program with arguments of its shapes."""
@@ -220,7 +219,8 @@ def compile_programs(
     compiling: dict[Hashable, concurrent.futures.Future] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for runner, buckets in chosen:
-            for program in (*runner._config.prefill_sizes, *buckets):
+            wanted: list[Bucket | int] = [*runner._config.prefill_sizes, *buckets]
+            for program in wanted:
                 if program in runner._compiled:
                     continue
                 called = runner._program(program)

@@ -1,6 +1,7 @@
 """What is static about the step programs, and what they read and never write."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -26,6 +27,15 @@ class StepSpec:
     is_budgeted: bool
     chunk: int
     pages_per_slot: int
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Found once: every call of a program asks for it."""
+        fields = dataclasses.fields(self)
+        return hash(tuple(getattr(self, field.name) for field in fields))
 
     @property
     def round_control(self) -> Columns:

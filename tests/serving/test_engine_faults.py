@@ -84,6 +84,8 @@ BAD_CONFIGS = (
     ({"rule": "best"}, "rule must be one of .* got 'best'"),
     ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
     ({"page_size": 12}, "page_size must be a power of two, got 12"),
+    ({"max_prefill_steps": 0}, "max_prefill_steps must be at least 1, got 0"),
+    ({"max_prefill_delay": -1}, "max_prefill_delay must be at least 0, got -1"),
     ({"margin": 1.0}, r"margin must lie in \[0, 1\), got 1.0"),
     ({"dispatch_ahead": 2}, r"dispatch_ahead must be one of \(0, 1\), got 2"),
     ({"sampling_fields": ("warmth",)}, "sampling_fields must be among .* 'warmth'"),
