@@ -358,9 +358,8 @@ def step_program(target, drafter):
     )
     slots = jax.eval_shape(lambda: slot_state.make_state(spec, B, 64, 8, PAGE))
     control = jax.ShapeDtypeStruct((B, spec.round_control.width), jnp.int32)
-    budget = jax.ShapeDtypeStruct((), jnp.int32)
     return programs.speculative_rounds.trace(
-        params, slots, control, budget, spec=spec, num_rows=5
+        params, slots, control, spec=spec, num_rows=5
     )
 
 

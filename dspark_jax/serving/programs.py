@@ -27,7 +27,6 @@ def speculative_rounds(
     params: Params,
     slots: SlotState,
     control: Int[Array, "R X"],
-    budget: Int[Array, ""],
     *,
     spec: StepSpec,
     num_rows: int,
@@ -36,6 +35,7 @@ def speculative_rounds(
     drafter = spec.drafter
     assert drafter is not None
     slot = spec.round_control.one(control, "slot")
+    budget = spec.round_control.one(control, "num_drafts")[0]  # the same in every row
     width = spec.draft_length + 1
     decode, settings, stop_tokens = slot_state.rows_of(
         slots, slot, spec.round_control.of(control, "table")

@@ -99,11 +99,12 @@ class StepRunner:
         columns = self.spec.round_control
         control = np.full((bucket.requests, columns.width), -1, np.int32)
         control[:, columns.at("slot")] = self._config.num_slots
+        control[:, columns.at("num_drafts")] = num_drafts
         table = columns.at("table").start
         for row, request in zip(control, requests, strict=False):
             row[columns.at("slot")] = request._slot
             row[table : table + len(request._pages)] = request._pages
-        return self._round(bucket, control, num_drafts)
+        return self._round(bucket, control)
 
     def measure(self, bucket: Bucket, context_length: int, num_steps: int) -> float:
         """Seconds of a round, from `num_steps` calls in a row; empties all slots.
@@ -117,6 +118,7 @@ class StepRunner:
         control = np.empty((bucket.requests, columns.width), np.int32)
         slots = np.arange(bucket.requests)
         control[:, columns.at("slot")] = np.minimum(slots, config.num_slots)[:, None]
+        control[:, columns.at("num_drafts")] = bucket.tokens - bucket.requests
         pages = np.arange(control[:, width].size) % config.total_pages
         control[:, width] = pages.reshape(control[:, width].shape)
         self._state = slot_state.fill_slots(self._state, np.int32(context_length))
@@ -124,7 +126,7 @@ class StepRunner:
         ready_at: list[float] = []
         before = None
         for _ in range(1 + num_steps):
-            result = self._round(bucket, control, bucket.tokens - bucket.requests)
+            result = self._round(bucket, control)
             if before is not None:
                 np.asarray(before)
                 ready_at.append(time.perf_counter())
@@ -134,7 +136,7 @@ class StepRunner:
         self.reset()
         return seconds / (num_steps * self.spec.num_rounds)
 
-    def _round(self, bucket: Bucket, control: np.ndarray, num_drafts: int) -> jax.Array:
+    def _round(self, bucket: Bucket, control: np.ndarray) -> jax.Array:
         if bucket.is_plain:
             self._state, result = programs.plain_rounds(
                 self._params, self._state, control, spec=self._plain_spec
@@ -144,7 +146,6 @@ class StepRunner:
                 self._params,
                 self._state,
                 control,
-                np.int32(num_drafts),
                 spec=self._round_spec(bucket),
                 num_rows=bucket.tokens,
             )
@@ -178,7 +179,7 @@ class StepRunner:
             return _Program(programs.plain_rounds, (*of_all, control), static)
         return _Program(
             programs.speculative_rounds,
-            (*of_all, control, np.int32(0)),
+            (*of_all, control),
             {"spec": self._round_spec(program), "num_rows": program.tokens},
         )
 

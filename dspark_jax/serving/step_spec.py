@@ -39,8 +39,8 @@ class StepSpec:
 
     @property
     def round_control(self) -> Columns:
-        """Of a round: who takes part, and their pages."""
-        return Columns((("slot", 1), ("table", self.pages_per_slot)))
+        """Of a round: who takes part, the drafts to verify in all, and the pages."""
+        return Columns((("slot", 1), ("num_drafts", 1), ("table", self.pages_per_slot)))
 
     @property
     def round_result(self) -> Columns:

@@ -57,8 +57,8 @@ def test_the_table_and_the_default_sizes(run, tiny):
     assert "additive model: " in out
     assert "measured 6 steps 1 times" in err
     assert "without `costs`" not in err
-    # 54 of 64 positions are left for context: a sixteenth, a quarter and all of them.
-    assert " 108 " in out
+    # 49 of 64 positions are left for context: a sixteenth, a quarter and all of them.
+    assert " 98 " in out
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_bad_input_is_one_line_before_any_model(run, monkeypatch, arguments, mes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context-lengths", 60], "must be at most 54, so that --steps fit"),
+        (["--context-lengths", 60], "must be at most 49, so that --steps fit"),
         (["--steps", 99], "`num_steps` must be at least 1 and fit max_length = 64"),
         (["--buckets", "1x5"], "must have one of at least num_slots = 2 requests"),
         (["--draft-length", 9], "draft_length"),
