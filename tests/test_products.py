@@ -34,15 +34,24 @@ def test_products_of_16_bits(dtype, rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "dtype", "run"),
-    [(1, "bfloat16", 8), (7, "float16", 8), (9, "bfloat16", 9), (1, "float32", 1)],
+    ("rows", "dtype", "width", "run"),
+    [
+        (1, "bfloat16", 2048, 8),
+        (7, "float16", 2048, 8),
+        (9, "bfloat16", 2048, 9),
+        (1, "bfloat16", 1024, 1),
+        (1, "float32", 2048, 1),
+    ],
 )
-def test_few_rows_of_16_bits_are_8_on_a_gpu(rows, dtype, run):
-    x, weight = jnp.zeros((rows, 64), dtype), jnp.zeros((16, 64), dtype)
+def test_few_rows_of_16_bits_are_8_on_a_gpu_if_the_matrix_is_large(
+    rows, dtype, width, run
+):
+    x = jax.ShapeDtypeStruct((rows, width), dtype)
+    weight = jax.ShapeDtypeStruct((1024, width), dtype)
     traced = jax.jit(lambda x, w: products.product(x, w, jnp.float32)).trace(x, weight)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     (product,) = (line for line in text.splitlines() if "dot_general" in line)
-    assert product.rstrip().endswith(f"-> tensor<{run}x16xf32>")
+    assert product.rstrip().endswith(f"-> tensor<{run}x1024xf32>")
 
 
 def test_rows_do_not_reach_each_other():
