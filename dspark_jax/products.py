@@ -36,8 +36,8 @@ _PAGE_BYTES = 4096
 # Up to here weights in place are worth their barriers on a CPU: 8 rows of a 135M model
 # 48 -> 38 ms, a third of the work for 48 rows, no gain at 1,024.
 _MOST_IN_PLACE = 512
-# On a GPU: rows of a product with a matrix of so many bytes. Those of 5 MB and more were
-# measured together, and those of 3.5 MB and less.
+# On a GPU: rows of a product with a matrix of so many bytes. Measured were models with
+# matrices of 20 MB and more, and of 3.5 MB and less.
 _FEWEST_ROWS, _PADDED_FROM_BYTES = 8, 2**22
 
 
