@@ -67,6 +67,20 @@ def test_joined_matrices_are_those_of_the_checkpoint():
         np.testing.assert_array_equal(written[name], tensor)
 
 
+def test_parts_of_two_16_bit_types_are_joined():
+    tensors = random_tensors()
+    half = {
+        "a.self_attn.k_proj.weight": "float16",
+        "a.self_attn.v_proj.weight": "bfloat16",
+    }
+    for name, dtype in half.items():
+        tensors[name] = np.asarray(jnp.asarray(tensors[name], dtype))
+    params = load.block_params(BLOCK, tensors, "a.", np.dtype("float32"))
+    written = load.block_tensors(BLOCK, params, "a.")
+    for name in half:
+        np.testing.assert_array_equal(written[name], tensors[name].astype(np.float32))
+
+
 def test_parts_of_joined_products():
     """Queries, keys and values, each from its own rows, as a checkpoint has them."""
     tensors = random_tensors()

@@ -81,7 +81,9 @@ class ConfidenceRelay:
 
         Also for a request that comes back after a preemption, or whose round is run
         again after a fault: the same round drafts the same tokens, so what is known of
-        it is not past but live, and must not be read.
+        it is not past but live, and must not be read. What was published before is in
+        the average of all requests from the next lag on: read nothing between a
+        publication and the rerun of its own round (the engine ends such requests).
         """
         self._check_slots([slot])
         self._generation[slot] += 1

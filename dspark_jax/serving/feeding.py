@@ -52,10 +52,11 @@ class Feeder:
     def _is_put_off(self, waiting: list[RequestHandle], num_decoding: int) -> bool:
         chunk = self._config.chunk
         num_pieces = sum(-(-(r._feed_length - r._num_fed) // chunk) for r in waiting)
+        delay = self._num_rounds_put_off + self._config.rounds_per_step
         return (
             num_pieces < self._config.prefill_groups
             and len(waiting) * _MANY <= num_decoding
-            and self._num_rounds_put_off < self._config.max_prefill_delay
+            and delay <= self._config.max_prefill_delay
         )
 
     def _take(self, waiting: list[RequestHandle]) -> list[Piece]:

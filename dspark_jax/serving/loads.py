@@ -1,7 +1,7 @@
 """Loads to measure an engine under: a closed loop, and Poisson arrivals.
 
-A closed loop keeps as many requests running as the engine has slots; an open one lets
-them come when they come, whether or not the engine keeps up.
+A closed loop keeps a number of requests running; an open one lets them come when they
+come, whether or not the engine keeps up.
 """
 
 import dataclasses

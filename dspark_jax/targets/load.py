@@ -158,7 +158,9 @@ def block_params(
     abstract = layers.abstract_block(config, dtype)
     return layers.BlockParams(
         **{
-            field: to_device(_joined([tensors[prefix + n] for n in names]), dtype)
+            field: to_device(
+                _joined([tensors[prefix + n] for n in names], dtype), dtype
+            )
             for field, names in BLOCK_NAMES.items()
             if getattr(abstract, field) is not None
         }
@@ -185,8 +187,11 @@ def _rows(config: BlockConfig, params: layers.BlockParams, field: str) -> Any:
     return sizes.get(field.removesuffix("_bias"), getattr(params, field).shape[:1])
 
 
-def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _joined(parts: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    if len(parts) == 1:
+        return parts[0]
+    # Each by itself first: parts of two 16-bit types have no common one.
+    return np.concatenate([part.astype(dtype, copy=False) for part in parts])
 
 
 def to_device(array: np.ndarray, dtype: np.dtype) -> jax.Array:
