@@ -69,9 +69,13 @@ def measure_costs(group: Group) -> None:
         repeats=_MEASURED_REPEATS,
     )
     group.about["step_costs"] = [step._asdict() for step in measured]
-    costs = profile.make_costs(measured, {}, is_fastest=True)
-    for mode in set(_METERED) & set(group.engines):
-        group.engines[mode].use_costs(OnlineCosts(costs))
+    _price(group.engines, profile.make_costs(measured, {}, is_fastest=True))
+
+
+def _price(engines: dict[str, Engine], costs: Costs) -> None:
+    """Gives each metered engine a table of its own, which it keeps up to date."""
+    for mode in set(_METERED) & set(engines):
+        engines[mode].use_costs(OnlineCosts(costs))
 
 
 def _make_group(
@@ -88,8 +92,7 @@ def _make_group(
             for mode in arguments.modes
         }
     if costs is not None:
-        for mode in set(_METERED) & set(engines):
-            engines[mode].use_costs(OnlineCosts(costs))
+        _price(engines, costs)
     about = {
         "num_slots": num_slots,
         "num_programs": {mode: e.num_programs for mode, e in engines.items()},

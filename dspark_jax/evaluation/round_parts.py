@@ -14,7 +14,6 @@ what the words are; random weights do as well as trained ones.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,17 +120,16 @@ def _attended(step: Step, implementation: str) -> Step:
     """The step with another attention, over the same state."""
 
     def attended(state: DecodeState, inputs: PyTree) -> tuple[DecodeState, PyTree]:
-        caches = (state.target_cache, state.drafter_state)
-        state, result = step(_with_attention(state, [implementation] * 2), inputs)
-        return _with_attention(
-            state, [cache.implementation for cache in caches]
-        ), result
+        target = state.target_cache.implementation
+        drafter = state.drafter_state.implementation
+        changed = _with_attention(state, implementation, implementation)
+        state, result = step(changed, inputs)
+        return _with_attention(state, target, drafter), result
 
     return attended
 
 
-def _with_attention(state: DecodeState, names: Sequence[str]) -> DecodeState:
-    target, drafter = names
+def _with_attention(state: DecodeState, target: str, drafter: str) -> DecodeState:
     return state.replace(
         target_cache=state.target_cache.replace(implementation=target),
         drafter_state=state.drafter_state.replace(implementation=drafter),
