@@ -247,7 +247,7 @@ def perturb(
     Beside a large logit a small T * gumbel would be rounded away: near ties would not
     be drawn at their rate. Their distance to the largest logit is exact.
     """
-    noise_scale = jnp.maximum(temperature, 0.0)[..., None]
+    noise_scale = jnp.where(_is_random(temperature), temperature, 0.0)[..., None]
     return (logits - top[..., None]) + noise_scale * gumbel
 
 
