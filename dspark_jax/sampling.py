@@ -1,12 +1,11 @@
 """Sampling distributions (temperature, top-k, top-p, min-p) and draws from them.
 
 A distribution is a `Row`: a cut on the scaled logits and a log-normaliser, found once
-by bisection (no sort of the vocabulary) and then evaluated pointwise wherever p or q is
-needed, so that the distribution a token was drawn from and the one it is tested against
-are the same number. Noise comes from `noise.py`.
+(`cuts.py`) and then evaluated pointwise wherever p or q is needed, so that the
+distribution a token was drawn from and the one it is tested against are the same
+number. Noise comes from `noise.py`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax import checks, noise
+from dspark_jax import checks, cuts, noise
 from dspark_jax.types import Row
 
 # Known from other libraries, not supported yet: refused by name.
@@ -140,9 +139,9 @@ def make_row(
     scaled = scale(logits, top, temperature)
     cut = jnp.full(shape, -jnp.inf, jnp.float32)
     if sampling.top_k is not None:
-        cut = jnp.maximum(cut, _top_k_cut(scaled, sampling.top_k))
+        cut = jnp.maximum(cut, cuts.top_k(scaled, sampling.top_k))
     if sampling.top_p is not None:
-        top_p_cut = _top_p_cut(scaled, cut, sampling.top_p)
+        top_p_cut = cuts.top_p(scaled, cut, sampling.top_p)
         # At 1 nothing is cut: a tail too small to move the sum must stay.
         cut = jnp.where(sampling.top_p < 1, jnp.maximum(cut, top_p_cut), cut)
     if sampling.min_p is not None:
@@ -151,7 +150,7 @@ def make_row(
     mass = jnp.exp(scaled)
     if has_cuts(sampling):
         # The best token stays, whatever a traced setting holds.
-        cut = _between(scaled, jnp.minimum(cut, 0.0))
+        cut = cuts.between(scaled, jnp.minimum(cut, 0.0))
         mass = jnp.where(scaled >= cut[..., None], mass, 0.0)
     return Row(
         top=top,
@@ -387,74 +386,3 @@ def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return index, jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
-
-
-def _between(scaled: jax.Array, cut: jax.Array) -> jax.Array:
-    """The same cut, half-way between the smallest kept and the largest dropped value.
-
-    A cut found by the searches below equals the smallest kept logit. Compilers round
-    `logits / T` differently in different fusions: comparing with that very number would
-    drop the token in one place and keep it in another. -inf where nothing is dropped.
-    """
-    kept = scaled >= cut[..., None]
-    low = jnp.max(jnp.where(kept, -jnp.inf, scaled), axis=-1)
-    high = jnp.min(jnp.where(kept, scaled, jnp.inf), axis=-1)
-    is_cut = low > -jnp.inf
-    # Where nothing is dropped, infinities must not meet: `debug_nans` would find it.
-    start, end = jnp.where(is_cut, low, 0.0), jnp.where(is_cut, high, 0.0)
-    middle = start + 0.5 * (end - start)
-    middle = jnp.where(middle > low, middle, high)  # neighbouring floats
-    return jnp.where(is_cut, middle, -jnp.inf)
-
-
-def _top_k_cut(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
-    """The k-th largest value: the largest t with count(scaled >= t) >= k."""
-    top_k = jnp.minimum(top_k, scaled.shape[-1])
-
-    def reaches(t):
-        count = jnp.sum(scaled >= t[..., None], axis=-1, dtype=jnp.int32)
-        return count >= top_k
-
-    return _largest_float(reaches, scaled.shape[:-1])
-
-
-def _top_p_cut(scaled: jax.Array, cut: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Smallest kept value: token v stays iff the mass strictly above it is < top_p.
-
-    Mass(>= t) >= top_p holds up to some largest t; tokens at or above it stay.
-    """
-    weight = jnp.where(scaled >= cut[..., None], jnp.exp(scaled), 0.0)
-    # Summing in one order everywhere keeps "all of it" equal to the total at top_p = 1.
-    total = jnp.sum(weight, axis=-1)
-
-    def reaches(t):
-        mass = jnp.sum(jnp.where(scaled >= t[..., None], weight, 0.0), axis=-1)
-        return mass >= top_p * total
-
-    return _largest_float(reaches, scaled.shape[:-1])
-
-
-def _largest_float(
-    holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]
-) -> jax.Array:
-    """The largest float32 t for which the decreasing predicate `holds(t)` is true.
-
-    Bisects the 32-bit integers that order like floats: 32 steps, exact. -inf where it
-    holds nowhere.
-    """
-    # Keys are uint32 in float order: flip all bits of negatives, the sign of the rest.
-    low = jnp.full(shape, 0x007FFFFF, jnp.uint32)  # key of -inf
-    high = jnp.full(shape, 0xFF800000, jnp.uint32)  # key of +inf: never holds
-
-    def to_float(keys):
-        flipped = jnp.where(keys >> 31 == 1, keys ^ jnp.uint32(0x80000000), ~keys)
-        return jax.lax.bitcast_convert_type(flipped, jnp.float32)
-
-    def step(_, bounds):
-        low, high = bounds
-        middle = low + ((high - low) >> 1)
-        keep = holds(to_float(middle))
-        return jnp.where(keep, middle, low), jnp.where(keep, high, middle)
-
-    low, _ = jax.lax.fori_loop(0, 32, step, (low, high))
-    return to_float(low)

@@ -22,7 +22,12 @@ ROWS = (  # lowest first
         "dspark_jax.checks",
         "dspark_jax.tensor_files",
     ),
-    ("dspark_jax.noise", "dspark_jax.products", "dspark_jax.candidates"),
+    (
+        "dspark_jax.noise",
+        "dspark_jax.products",
+        "dspark_jax.candidates",
+        "dspark_jax.cuts",
+    ),
     ("dspark_jax.layers", "dspark_jax.attention"),
     ("dspark_jax.sampling", "dspark_jax.kv_cache"),
     ("dspark_jax.paged_cache",),

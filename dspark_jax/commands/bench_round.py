@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from dspark_jax import config
 from dspark_jax.commands import failure, options
+from dspark_jax.evaluation.part_names import PARTS
 
 SHAPES = ("qwen3-4b", "tiny")
-PARTS = ("round", "plain", "draft", "markov", "target", "verdict", "observe")
 BASE, GRAPH = "base", "graph"
 # Captures a whole loop in one CUDA graph, not only what runs between two looks of the
 # host at its predicate.
@@ -166,15 +166,16 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.plot is not None:
             plots.check_installed()
 
-    from dspark_jax.commands import bench_round_runs
+    from dspark_jax.commands import bench_round_output, bench_round_runs
 
     result = bench_round_runs.measure(arguments, variants, cells)
     if arguments.plot is not None:
-        plots.roofline(arguments.plot, bench_round_runs.rows(result), result["ceiling"])
+        rows = bench_round_output.rows(result)
+        plots.roofline(arguments.plot, rows, result["ceiling"])
     if arguments.json:
         print(json.dumps(result))  # noqa: T201
     else:
-        bench_round_runs.print_table(result)
+        bench_round_output.print_table(result)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The loops of `dspark bench round`, and what is made of their times."""
+"""The loops of `dspark bench round`: which are run, for how long, and their JSON."""
 
 import argparse
 import concurrent.futures
@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,10 @@ from dspark_jax.commands import bench_models, drafters, failure, models, options
 from dspark_jax.commands.bench_round import Cell, Variant
 from dspark_jax.config import Speculation
 from dspark_jax.drafters import dspark
-from dspark_jax.evaluation import device_loops, provenance, round_parts
-from dspark_jax.evaluation.round_parts import Models, Part, Setting
+from dspark_jax.evaluation import device_loops, provenance, round_parts, round_state
+from dspark_jax.evaluation.part_names import ROUND_PARTS
+from dspark_jax.evaluation.round_parts import Part
+from dspark_jax.evaluation.round_state import Models, Setting
 from dspark_jax.scheduling import json_files
 from dspark_jax.targets import decoder
 from pallas_kernels import bench_timing
@@ -165,7 +167,7 @@ class _Bench:
     ) -> dict[str, dict[str, dict[str, Any]]]:
         """variant -> part -> its times, bytes and floor."""
         given = self._arguments
-        state = round_parts.make_state(self._key, self._models, settings[0])
+        state = round_state.make_state(self._key, self._models, settings[0])
         parts: dict[tuple[str, str], Part] = {}
         compilers: dict[tuple[str, str], dict[str, Any]] = {}
         for variant, of_variant in zip(variants, settings, strict=True):
@@ -257,53 +259,6 @@ def measure(
     return runs.result
 
 
-def rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every part that was timed, one after the other, each with its labels."""
-    for point in result["points"]:
-        for variant, found in point["variants"].items():
-            for name, part in found["parts"].items():
-                yield part | {
-                    "part": name,
-                    "variant": variant,
-                    "batch": f"{point['batch']} x {point['context']}",
-                }
-    for cell in result["markov"]:
-        for variant, part in cell["variants"].items():
-            yield part | {"part": "markov", "variant": variant, "batch": cell["name"]}
-
-
-def print_table(result: dict[str, Any]) -> None:
-    """The result for a person."""
-    import rich.console
-    import rich.table
-
-    ceiling = result["ceiling"]
-    table = rich.table.Table(
-        title=f"{result['target']}, {result['device']}, {result['dtype']}"
-    )
-    for name in ("batch", "variant", "part"):
-        table.add_column(name, overflow="fold")
-    for name in ("ms", "least", "most", "floor", "fraction", "GB", "kernels"):
-        table.add_column(name, justify="right")
-    for row in rows(result):
-        table.add_row(
-            row["batch"],
-            row["variant"],
-            row["part"],
-            *(f"{row[name]:.3f}" for name in ("ms", "least_ms", "most_ms")),
-            f"{row['floor_ms']:.3f}",
-            f"{row['fraction_of_floor']:.2f}",
-            f"{row['bytes'] / 1e9:.2f}",
-            "-" if row["num_kernels"] is None else str(row["num_kernels"]),
-        )
-    console = rich.console.Console(highlight=False)
-    console.print(table)
-    console.print(
-        f"floor: {ceiling['copy_tb_per_s']} TB/s of copies, "
-        f"{ceiling['matmul_tflops']} TFLOP/s of products, measured in this run"
-    )
-
-
 def _summary(kernels: Sequence[dict[str, Any]]) -> str:
     """The longest kernels of a step, in one line."""
     total = sum(row["us"] for row in kernels)
@@ -327,8 +282,8 @@ def _speeds(
             speeds["tokens_per_second"] = (
                 1e3 * batch * accepted_length / parts["round"]["ms"]
             )
-    if {"round", *round_parts.ROUND_PARTS} <= set(parts):
-        of_parts = sum(parts[name]["ms"] for name in round_parts.ROUND_PARTS)
+    if {"round", *ROUND_PARTS} <= set(parts):
+        of_parts = sum(parts[name]["ms"] for name in ROUND_PARTS)
         speeds["sum_of_parts_ms"] = of_parts
     return speeds
 

@@ -3,17 +3,14 @@
 import argparse
 import json
 import pathlib
-import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dspark_jax import config
 from dspark_jax.commands import failure, options
 
 if TYPE_CHECKING:  # They import JAX, which a mistyped option need not wait for.
     from dspark_jax.commands.drafters import Loaded, NamedDrafter
-    from dspark_jax.evaluation.recording import Recording
-    from dspark_jax.evaluation.report import Run
     from dspark_jax.scheduling.calibration import Calibration
 
 RESULT_FILE = "evaluation.json"
@@ -133,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         options.default_drafter(arguments.target, "evaluate")
     ]
 
-    from dspark_jax.commands import drafters, evaluate_output
+    from dspark_jax.commands import drafters, evaluate_output, evaluate_runs
 
     loaded = drafters.load(arguments, sources, chosen)
     _check_drafters(arguments, loaded, sts)
@@ -155,15 +152,32 @@ def run(arguments: argparse.Namespace) -> int:
         },
     )
     with failure.of_input():
+        lengths = list(_lengths(arguments, loaded))
         for temperature, rule in _settings(arguments):
-            for drafter, length in _lengths(arguments, loaded):
+            temperatures = None
+            if sts is not None and _applies(sts, temperature, rule):
+                temperatures = sts.temperatures
+            for drafter, length in lengths:
                 output.add_run(
-                    _evaluate(
-                        arguments, loaded, drafter, temperature, rule, length, sts
+                    evaluate_runs.measure(
+                        arguments,
+                        loaded,
+                        drafter,
+                        temperature=temperature,
+                        rule=rule,
+                        length=length,
+                        temperatures=temperatures,
                     )
                 )
             for batch in _batches(arguments):
-                timings = _time(arguments, loaded, temperature, rule, batch)
+                timings = evaluate_runs.compare(
+                    arguments,
+                    loaded,
+                    lengths,
+                    temperature=temperature,
+                    rule=rule,
+                    batch=batch,
+                )
                 output.add_timings(temperature, rule, batch, timings)
             output.end_of_setting(temperature, rule)
     result = output.end()
@@ -255,132 +269,3 @@ def _lengths(
 
 def _batches(arguments: argparse.Namespace) -> list[int]:
     return [] if arguments.wall_clock is None else arguments.wall_clock or [1]
-
-
-def _evaluate(
-    arguments: argparse.Namespace,
-    loaded: "Loaded",
-    drafter: "NamedDrafter",
-    temperature: float,
-    rule: str,
-    length: int,
-    sts: "Calibration | None",
-) -> "Run":
-    import jax
-
-    from dspark_jax.commands.progress import Progress
-    from dspark_jax.evaluation import report, rounds
-
-    temperatures = None
-    if sts is not None and _applies(sts, temperature, rule):
-        temperatures = sts.temperatures
-    where = f"{drafter.name}, T = {temperature:g}, {rule}, K = {length}"
-
-    def record(label: str, **more: Any) -> "Recording":
-        progress = Progress(label, "prompts")
-        (recording,) = rounds.record(
-            loaded.target,
-            loaded.target_params,
-            drafter.drafter,
-            [drafter.params],
-            loaded.ids,
-            jax.random.key(arguments.seed),
-            temperature=temperature,
-            rule=rule,
-            draft_length=length,
-            max_new_tokens=arguments.max_new_tokens,
-            batch=arguments.batch,
-            stop_tokens=loaded.stop_tokens,
-            candidates=arguments.candidates,
-            progress=progress,
-            **more,
-        )
-        progress.end(f"{label}: τ {recording.accepted_length:.3f}")
-        return recording
-
-    begin = time.perf_counter()
-    recording = record(where)
-    seconds = time.perf_counter() - begin
-    runs = None
-    if arguments.threshold_runs and drafter.has_confidence:
-        runs = [
-            record(
-                f"{where}, threshold {threshold:g}",
-                confidence_threshold=threshold,
-                confidence_temperatures=temperatures,
-            )
-            for threshold in arguments.thresholds
-        ]
-    return report.measure(
-        recording,
-        [prompt.domain for prompt in loaded.prompts],
-        drafter=drafter.name,
-        temperature=temperature,
-        rule=rule,
-        thresholds=arguments.thresholds,
-        threshold_runs=runs,
-        temperatures=temperatures,
-        seconds=seconds,
-    )
-
-
-def _time(
-    arguments: argparse.Namespace,
-    loaded: "Loaded",
-    temperature: float,
-    rule: str,
-    batch: int,
-) -> dict[str, Any]:
-    import jax
-
-    from dspark_jax.commands.drafters import PROMPT_LOOKUP
-    from dspark_jax.commands.progress import Progress
-    from dspark_jax.drafters import prompt_lookup
-    from dspark_jax.evaluation import timing
-
-    loops = {
-        f"{drafter.name}, K = {length}": timing.Loop(
-            drafter.drafter,
-            drafter.params,
-            config.Speculation(
-                draft_length=length,
-                rule=rule,  # type: ignore[arg-type]
-                candidates=arguments.candidates,
-            ),
-        )
-        for drafter, length in _lengths(arguments, loaded)
-    }
-    if all(drafter.name != PROMPT_LOOKUP for drafter in loaded.drafters):
-        for length in arguments.draft_length or [4]:
-            lookup, nothing = prompt_lookup.make_prompt_lookup(length)
-            loops[f"{PROMPT_LOOKUP}, K = {length}"] = timing.Loop(
-                lookup,
-                nothing,
-                config.Speculation(rule=rule),  # type: ignore[arg-type]
-            )
-    # Prompts alternate between the domains; a last group that is too small is filled.
-    count = min(-(-len(loaded.ids) // batch), arguments.groups)
-    filled = loaded.ids * (batch // len(loaded.ids) + 2)
-    groups = [filled[i * batch : (i + 1) * batch] for i in range(count)]
-    progress = Progress(f"time, T = {temperature:g}, {rule}, batch {batch}", "groups")
-    done = 0
-
-    def log(line: str) -> None:
-        nonlocal done
-        del line
-        done += 1
-        progress(done, count)
-
-    timings = timing.compare(
-        loops,
-        groups,
-        target=loaded.target,
-        target_params=loaded.target_params,
-        key=jax.random.key(arguments.seed),
-        temperature=temperature,
-        max_new_tokens=arguments.max_new_tokens,
-        repeats=arguments.repeats,
-        log=log,
-    )
-    progress.end()
-    return timings

@@ -10,13 +10,12 @@ from typing import Any
 import rich.console
 import rich.table
 
+from dspark_jax.commands.evaluate import RESULT_FILE
 from dspark_jax.evaluation import acceptance, plots
 from dspark_jax.evaluation.prompts import ALL
 from dspark_jax.evaluation.report import Run
 from dspark_jax.evaluation.timing import Timing
 from dspark_jax.scheduling import json_files
-
-RESULT_FILE = "evaluation.json"
 
 
 class Output:

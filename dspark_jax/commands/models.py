@@ -14,7 +14,7 @@ from dspark_jax.config import Speculation
 from dspark_jax.drafters import load as drafter_lib
 from dspark_jax.drafters import prompt_lookup
 from dspark_jax.sampling import Sampling
-from dspark_jax.targets import fetch
+from dspark_jax.targets import chatml, fetch
 from dspark_jax.targets import load as target_lib
 from dspark_jax.targets import tokenizer as tokenizer_lib
 
@@ -77,7 +77,7 @@ class Models:
             other = [{"role": "system", "content": ""}]
             before = self.tokenizer.encode_chat(other, add_generation_prompt=False)
             both = self.tokenizer.encode_chat([*other, message])
-        end = self.tokenizer.encode(tokenizer_lib.TURN_END)[-1]
+        end = self.tokenizer.encode(chatml.TURN_END)[-1]
         newline = before[len(before) - before[::-1].index(end) :]
         closing = [] if history[-1] == end else [end]
         return [*closing, *newline, *both[len(before) :]]

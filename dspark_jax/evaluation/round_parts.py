@@ -1,46 +1,23 @@
 """A speculative round and its parts as steps of a loop, each with its least cost.
 
-All steps share one state: a batch in the middle of decoding, whose context lies at
-about `context` tokens all the time (it advances, and starts again). Nothing depends on
-what the words are; random weights do as well as trained ones.
-
-  round    everything: draft, verify, commit, observe
-  plain    one token of plain decoding
-  draft    the drafter's pass, base logits included
-  markov   the K sequential draws
-  target   the target's pass over K + 1 tokens, logits included
-  verdict  sampling distributions, verification and commit
-  observe  the drafter's context features of the fed tokens
+All steps share one state (`round_state`), and take what other parts would make as
+random inputs. `part_names` says what the parts are.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from dspark_jax import sampling
-from dspark_jax.config import Speculation
-from dspark_jax.decoding import commit, prefill, round, verify
+from dspark_jax.decoding import commit, round, verify
 from dspark_jax.drafters import dspark
-from dspark_jax.evaluation import round_costs
+from dspark_jax.evaluation import round_costs, round_state
 from dspark_jax.evaluation.device_loops import Step
+from dspark_jax.evaluation.part_names import ROUND_PARTS
 from dspark_jax.evaluation.round_costs import Cost
-from dspark_jax.sampling import Sampling
-from dspark_jax.types import DecodeState, Draft, Drafter, PyTree, Row, Target
-
-PARTS = ("round", "plain", "draft", "markov", "target", "verdict", "observe")
-ROUND_PARTS = PARTS[2:]
-
-
-@dataclasses.dataclass(frozen=True)
-class Models:
-    """What decodes; drafters of `dspark` only, whose parts are known."""
-
-    target: Target
-    target_params: PyTree
-    drafter: Drafter
-    drafter_params: dspark.DSparkParams
+from dspark_jax.evaluation.round_state import Models, Setting
+from dspark_jax.types import DecodeState, Draft, PyTree, Row
 
 
 class Part(NamedTuple):
@@ -51,61 +28,10 @@ class Part(NamedTuple):
     cost: Cost
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """The shape of the batch and how it decodes."""
-
-    batch: int
-    context: int
-    options: Speculation
-    temperature: float = 0.0
-    attention: str | None = None  # None: as the models say
-
-    def sampling(self) -> Sampling:
-        return sampling.check_sampling(
-            Sampling(temperature=self.temperature) if self.temperature else Sampling(),
-            self.batch,
-        )
-
-
-def make_state(key: jax.Array, models: Models, setting: Setting) -> DecodeState:
-    """A batch in the middle of decoding; the context's keys and values are random."""
-    batch, capacity = setting.batch, setting.context
-    length = setting.options.draft_length or models.drafter.config.block_size
-    cache_key, token_key, state_key = jax.random.split(key, 3)
-    caches = jax.eval_shape(
-        lambda: (
-            models.target.init_cache(batch, capacity),
-            models.drafter.init_state(batch, capacity),
-        )
-    )
-    leaves, tree = jax.tree.flatten(caches)
-    filled = []
-    for index, leaf in enumerate(leaves):
-        leaf_key = jax.random.fold_in(cache_key, index)
-        filled.append(_normal(leaf_key, leaf.shape, leaf.dtype))
-    cache, drafter_state = jax.tree.unflatten(tree, filled)
-    vocab_size = models.target.config.vocab_size
-    lengths = jnp.full((batch,), _first_length(setting, length), jnp.int32)
-    return DecodeState(
-        key=jax.random.split(state_key, batch),
-        tokens=jax.random.randint(
-            token_key, (batch, capacity), 0, vocab_size, jnp.int32
-        ),
-        lengths=lengths,
-        limits=jnp.full((batch,), 2**30, jnp.int32),
-        finish=jnp.zeros((batch,), jnp.int32),
-        target_cache=cache,
-        drafter_state=drafter_state,
-        stats=prefill.empty_stats(lengths, length),
-        logprobs=None,
-    )
-
-
 def make_parts(
-    key: jax.Array, models: Models, setting: Setting, names: tuple[str, ...] = PARTS
+    key: jax.Array, models: Models, setting: Setting, names: tuple[str, ...]
 ) -> dict[str, Part]:
-    """The steps called `names`; random inputs stand for what other parts make."""
+    """The steps called `names`, some of `part_names.PARTS`."""
     builder = _Builder(key, models, setting)
     parts: dict[str, Part] = {name: getattr(builder, name)() for name in names}
     if setting.attention is None:
@@ -142,7 +68,7 @@ class _Builder:
     def __init__(self, key: jax.Array, models: Models, setting: Setting):
         self._key, self._models, self._setting = key, models, setting
         self._config = models.drafter.config
-        self._length = setting.options.draft_length or self._config.block_size
+        self._length = setting.length(models)
         self._settings = setting.sampling()
         self._stops = jnp.full((setting.batch, 1), -1, jnp.int32)
         params = models.drafter_params
@@ -210,7 +136,7 @@ class _Builder:
 
         def step(state, inputs):
             target_params, drafter_params = inputs
-            anchor, position = _anchor(state)
+            anchor, position = round_state.anchor(state)
             hidden, base_logits, _, drafter_state = dspark.block_logits(
                 self._config,
                 models.target,
@@ -230,10 +156,10 @@ class _Builder:
     def markov(self) -> Part:
         models, shape = self._models, self._shape
         dtype = jnp.dtype(self._config.compute_dtype)
-        hidden = _normal(
+        hidden = round_state.normal(
             self._key, (shape.batch, self._length, self._config.width), dtype
         )
-        base_logits = _normal(
+        base_logits = round_state.normal(
             self._key, (shape.batch, self._length, shape.support), jnp.float32
         )
         vocabulary = models.drafter_params.draft_vocabulary
@@ -245,7 +171,7 @@ class _Builder:
                 (state.lengths, hidden, base_logits)
             )
             state = state.replace(lengths=lengths)
-            anchor, position = _anchor(state)
+            anchor, position = round_state.anchor(state)
             sampler = sampling.make_draft_sampler(
                 state.key,
                 position,
@@ -276,7 +202,7 @@ class _Builder:
         models = self._models
 
         def step(state, target_params):
-            fed, positions = self._window(state)
+            fed, positions = round_state.window(state, self._length)
             hidden, taps, cache = models.target.forward(
                 target_params,
                 fed,
@@ -293,7 +219,9 @@ class _Builder:
     def verdict(self) -> Part:
         batch, length = self._shape.batch, self._length
         vocab_size = self._models.target.config.vocab_size
-        logits = _normal(self._key, (batch, length + 1, vocab_size), jnp.float32)
+        logits = round_state.normal(
+            self._key, (batch, length + 1, vocab_size), jnp.float32
+        )
         drafted = self._random_draft()
 
         def step(state, inputs):
@@ -337,13 +265,15 @@ class _Builder:
         models = self._models
         size = len(self._config.tap_layers) * self._config.width
         dtype = jnp.dtype(models.target.config.compute_dtype)
-        taps = _normal(self._key, (self._shape.batch, self._length + 1, size), dtype)
+        taps = round_state.normal(
+            self._key, (self._shape.batch, self._length + 1, size), dtype
+        )
 
         def step(state, inputs):
             drafter_params, taps = inputs
             lengths, taps = jax.lax.optimization_barrier((state.lengths, taps))
             state = state.replace(lengths=lengths)
-            fed, positions = self._window(state)
+            fed, positions = round_state.window(state, self._length)
             drafter_state = models.drafter.observe(
                 drafter_params, state.drafter_state, fed, positions, taps
             )
@@ -381,7 +311,9 @@ class _Builder:
         zeros = jnp.zeros((batch, length), jnp.float32)
         logits = zeros[..., None]
         if self._settings.temperature is not None:
-            logits = _normal(self._key, (batch, length, support), jnp.float32)
+            logits = round_state.normal(
+                self._key, (batch, length, support), jnp.float32
+            )
         ids = None
         if self._shape.candidates is not None:
             ids = jnp.broadcast_to(
@@ -404,32 +336,8 @@ class _Builder:
             confidence_logits=None,
         )
 
-    def _window(self, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-        """Tokens and positions of a full window [B, W]; the words are the buffer's."""
-        offset = jnp.arange(self._length + 1, dtype=jnp.int32)[None]
-        positions = state.lengths[:, None] - 1 + offset
-        return jnp.take_along_axis(state.tokens, positions, axis=1), positions
-
     def _advanced(self, state: DecodeState) -> DecodeState:
         return self._wrapped(state.replace(lengths=state.lengths + 1))
 
     def _wrapped(self, state: DecodeState) -> DecodeState:
-        """Back to the first length where another window would pass the capacity."""
-        first = _first_length(self._setting, self._length)
-        is_over = state.lengths > self._setting.context - self._length - 1
-        return state.replace(lengths=jnp.where(is_over, first, state.lengths))
-
-
-def _first_length(setting: Setting, draft_length: int) -> int:
-    return setting.context - 3 * (draft_length + 1)
-
-
-def _anchor(state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    position = state.lengths - 1
-    anchor = jnp.take_along_axis(state.tokens, position[:, None], axis=1)[:, 0]
-    return anchor, position
-
-
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    make = jax.jit(jax.random.normal, static_argnames=("shape", "dtype"))
-    return make(key, shape=shape, dtype=dtype)
+        return round_state.wrap(state, self._setting.context, self._length)

@@ -1,16 +1,15 @@
 """Tokenizers of targets: text to ids, chats to ids, and ids to text as they arrive.
 
-Built with the `tokenizers` package from a GGUF file or a folder's tokenizer.json. Chats
-are rendered natively for ChatML templates (no jinja2). In a chat the text of a message
-never becomes a control token: only the template's own marks do, so a user who writes
-"<|im_end|>" ends nothing. (Added tokens that a tokenizer does not mark special, such as
-Qwen3's "<think>", are still recognised: they control nothing.)
+Built with the `tokenizers` package from a GGUF file or a folder's tokenizer.json;
+`chatml.py` renders the chats. In a chat the text of a message never becomes a control
+token: only the template's own marks do, so a user who writes "<|im_end|>" ends nothing.
+(Added tokens that a tokenizer does not mark special, such as Qwen3's "<think>", are
+still recognised: they control nothing.)
 """
 
 import dataclasses
 import os
 import pathlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,30 +19,9 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 
 from dspark_jax import tensor_files
-from dspark_jax.targets import fetch, gguf, gguf_llama, hf_config
+from dspark_jax.targets import chatml, fetch, gguf, gguf_llama, hf_config
 
-TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-ROLES = ("system", "user", "assistant")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A template that holds one of these does more than ChatML's turns.
-_NOT_CHATML = ("strftime", "| trim", "|trim", "[INST]", "<|start_header_id|>", "<|eot")
-_DEFAULT_SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'\"{}]+?)<\|im_end\|>")
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatFormat:
-    """What a ChatML template adds to the turns themselves.
-
-    Attributes:
-      default_system: text of the system turn when the first message is not one.
-      has_thinking: the template knows `enable_thinking` (Qwen3).
-      drops_thoughts: of an assistant's message only what follows "</think>" is shown,
-        but for the last message, which shows its thoughts or empty ones (Qwen3).
-    """
-
-    default_system: str | None = None
-    has_thinking: bool = False
-    drops_thoughts: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +34,7 @@ class Tokenizer:
     """
 
     stop_tokens: tuple[int, ...]
-    chat: ChatFormat | None
+    chat: chatml.ChatFormat | None
     _backend: tokenizers.Tokenizer
     _literal: tokenizers.Tokenizer  # the same, control tokens not recognised
 
@@ -102,9 +80,9 @@ class Tokenizer:
           ValueError: the template is not ChatML, or a malformed message.
         """
         ids: list[int] = []
-        start, end = self._control(TURN_START), self._control(TURN_END)
+        start, end = self._control(chatml.TURN_START), self._control(chatml.TURN_END)
         newline = self._plain("\n")
-        for role, content in self._turns(messages):
+        for role, content in chatml.turns(messages, self._format()):
             ids += [start, *self._plain(f"{role}\n{content}"), end, *newline]
         if add_generation_prompt:
             head = "assistant\n"
@@ -123,38 +101,17 @@ class Tokenizer:
           ValueError: as `encode_chat`.
         """
         return "".join(
-            f"{TURN_START}{role}\n{content}{TURN_END}\n"
-            for role, content in self._turns(messages)
+            f"{chatml.TURN_START}{role}\n{content}{chatml.TURN_END}\n"
+            for role, content in chatml.turns(messages, self._format())
         )
 
-    def _format(self) -> ChatFormat:
+    def _format(self) -> chatml.ChatFormat:
         if self.chat is None:
             raise ValueError(
                 "the tokenizer's chat template is not supported: only ChatML templates "
                 "are rendered (without jinja2); render it and pass the text to encode"
             )
         return self.chat
-
-    def _turns(self, messages: Sequence[Mapping[str, str]]) -> list[tuple[str, str]]:
-        """(role, content) of every turn that the template shows."""
-        chat = self._format()
-        for message in messages:
-            _check_message(message)
-        turns = [(m["role"], m["content"]) for m in messages]
-        if chat.default_system is not None and (not turns or turns[0][0] != "system"):
-            turns.insert(0, ("system", chat.default_system))
-        if not chat.drops_thoughts:
-            return turns
-        last = len(turns) - 1
-        return [
-            (
-                role,
-                _thoughts(content, is_last=i == last)
-                if role == "assistant"
-                else content,
-            )
-            for i, (role, content) in enumerate(turns)
-        ]
 
     def _plain(self, text: str) -> list[int]:
         return self._literal.encode(text, add_special_tokens=False).ids
@@ -229,22 +186,7 @@ def from_gguf(file: gguf.GgufFile) -> Tokenizer:
         f"{file.path}: tokenizer.chat_template",
     )
     stop_tokens = gguf_llama.stop_tokens(file)
-    return Tokenizer(stop_tokens, chat_format(template), backend, literal)
-
-
-def chat_format(template: str | None) -> ChatFormat | None:
-    """What a ChatML template adds, found by its content; None for any other."""
-    if not template or TURN_START not in template or TURN_END not in template:
-        return None
-    if any(mark in template for mark in _NOT_CHATML):
-        return None
-    found = _DEFAULT_SYSTEM.search(template)
-    default = found.group(1).replace("\\n", "\n") if found else None
-    return ChatFormat(
-        default,
-        has_thinking="enable_thinking" in template,
-        drops_thoughts="</think>')[-1]" in template,
-    )
+    return Tokenizer(stop_tokens, chatml.chat_format(template), backend, literal)
 
 
 def _from_folder(folder: pathlib.Path) -> Tokenizer:
@@ -276,7 +218,7 @@ def _from_folder(folder: pathlib.Path) -> Tokenizer:
     literal = tokenizers.Tokenizer.from_str(backend.to_str())
     literal.encode_special_tokens = True
     template = _template(folder, settings)
-    return Tokenizer(stop_tokens, chat_format(template), backend, literal)
+    return Tokenizer(stop_tokens, chatml.chat_format(template), backend, literal)
 
 
 def _template(folder: pathlib.Path, settings: Mapping[str, Any]) -> str | None:
@@ -363,23 +305,3 @@ def _gguf_backends(
 def _shortened(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _thoughts(content: str, *, is_last: bool) -> str:
-    thoughts, mark, answer = content.rpartition("</think>")
-    answer = answer.lstrip("\n") if mark else content
-    if not is_last:
-        return answer
-    thoughts = thoughts.split("<think>")[-1].strip("\n")
-    return f"<think>\n{thoughts}\n</think>\n\n" + answer.lstrip("\n")
-
-
-def _check_message(message: Mapping[str, str]) -> None:
-    if not {"role", "content"} <= set(message):
-        raise ValueError(
-            f"messages must have the keys 'role' and 'content', got {message!r}"
-        )
-    if message["role"] not in ROLES:
-        raise ValueError(f"role must be one of {ROLES}, got {message['role']!r}")
-    if not isinstance(message["content"], str):
-        raise ValueError(f"content must be text, got {message['content']!r}")

@@ -7,8 +7,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from dspark_jax.targets import fetch, tokenizer
-from dspark_jax.targets.tokenizer import ChatFormat, StreamDecoder, load_tokenizer
+from dspark_jax.targets import chatml, fetch
+from dspark_jax.targets.chatml import ChatFormat
+from dspark_jax.targets.tokenizer import StreamDecoder, load_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\\n' + m['content'] + "
@@ -128,7 +129,7 @@ def test_eos_of_the_config_goes_before_the_tokenizers_own(folder):
     ],
 )
 def test_templates_are_told_by_their_content(template, expected):
-    assert tokenizer.chat_format(template) == expected
+    assert chatml.chat_format(template) == expected
 
 
 def test_a_default_system_turn_is_added_unless_there_is_one(folder):

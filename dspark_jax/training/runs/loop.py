@@ -15,9 +15,10 @@ import jax
 import numpy as np
 
 from dspark_jax.training import settings
+from dspark_jax.training.runs.programs import StepReport
 from dspark_jax.training.runs.progress import Progress
 from dspark_jax.training.runs.stopping import Stop
-from dspark_jax.training.runs.trainer import StepReport, Trainer, summarise
+from dspark_jax.training.runs.trainer import Trainer, summarise
 from dspark_jax.training.step import TrainState
 from dspark_jax.training.target_states import Batch
 

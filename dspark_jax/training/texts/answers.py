@@ -18,7 +18,7 @@ from dspark_jax import types
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import generate
 from dspark_jax.sampling import Sampling
-from dspark_jax.targets import tokenizer as tokenizer_lib
+from dspark_jax.targets import chatml
 from dspark_jax.training.texts import conversations, corpus
 from dspark_jax.types import Drafter, PyTree, Target
 
@@ -85,7 +85,7 @@ class Tokenizer(corpus.ChatTokenizer, conversations.TextTokenizer, Protocol):
     """What is needed of a tokenizer (`dspark_jax.load_tokenizer` gives one)."""
 
     @property
-    def chat(self) -> tokenizer_lib.ChatFormat | None:
+    def chat(self) -> chatml.ChatFormat | None:
         """What the template adds to the turns."""
 
     @property

@@ -14,12 +14,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from dspark_jax.targets import tokenizer as tokenizer_lib
+from dspark_jax.targets import chatml
 from dspark_jax.training.texts.corpus_writer import CorpusWriter
 from dspark_jax.training.texts.records import Record
 
-HEADER = f"{tokenizer_lib.TURN_START}assistant\n"
-END = f"{tokenizer_lib.TURN_END}\n"
+HEADER = f"{chatml.TURN_START}assistant\n"
+END = f"{chatml.TURN_END}\n"
 # "$" also stands before a newline at the very end, as in DeepSpec.
 ANSWER = re.compile(f"{re.escape(HEADER)}([\\s\\S]*?(?:{re.escape(END)}|$))")
 # The system turn that DeepSpec's template of that name puts in where there is none.
@@ -215,7 +215,7 @@ def _row(
     if record.status == "error":
         counts.dropped_failed += 1
         return None
-    marks = (tokenizer_lib.TURN_START, tokenizer_lib.TURN_END)
+    marks = (chatml.TURN_START, chatml.TURN_END)
     texts = [message["content"] for message in record.messages]
     counts.num_with_marks += any(mark in text for mark in marks for text in texts)
     try:
@@ -246,12 +246,12 @@ def _token_indices(
     def encode(part: str) -> list[int]:
         return tokenizer.encode(part, add_special_tokens=False)
 
-    starts = [m.start() for m in re.finditer(re.escape(tokenizer_lib.TURN_START), text)]
+    starts = [m.start() for m in re.finditer(re.escape(chatml.TURN_START), text)]
     if not starts or starts[0] != 0:
         starts.insert(0, 0)
     pieces = [text[a:b] for a, b in zip(starts, [*starts[1:], len(text)], strict=True)]
     encoded = [encode(piece) for piece in pieces]
-    is_cut = len(encode(tokenizer_lib.TURN_START)) == 1
+    is_cut = len(encode(chatml.TURN_START)) == 1
     if not is_cut or [i for piece in encoded for i in piece] != list(ids):
         return [len(encode(text[:edge])) for edge in edges]
     before = np.cumsum([0, *map(len, encoded)])

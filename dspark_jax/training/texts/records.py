@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dspark_jax.targets import tokenizer as tokenizer_lib
+from dspark_jax.targets import chatml
 
 MAX_LINE = 2**26  # bytes
 
@@ -107,9 +107,9 @@ def _messages(values: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
                 f"{_short(message)}"
             )
         role, content = message["role"], message["content"]
-        if role not in tokenizer_lib.ROLES:
+        if role not in chatml.ROLES:
             raise ValueError(
-                f"message {index}: role must be one of {tokenizer_lib.ROLES}, got "
+                f"message {index}: role must be one of {chatml.ROLES}, got "
                 f"{_short(role)}"
             )
         if not isinstance(content, str):

@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from dspark_jax.targets import tokenizer as tokenizer_lib
+from dspark_jax.targets import chatml
 from dspark_jax.training.texts import corpus, corpus_files, data, repetition
 from dspark_jax.training.texts.conversations import MIN_LOSS_TOKENS
 from dspark_jax.training.texts.corpus_writer import CorpusWriter
@@ -248,7 +248,7 @@ def split_turns(
         if is_finished:
             turn = turn[: turn.index(chat.end_of_turn)]
         role, newline, content = tokenizer.decode(turn).partition("\n")
-        if newline and role in tokenizer_lib.ROLES:
+        if newline and role in chatml.ROLES:
             yield role, content, is_finished
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dspark_jax
-from dspark_jax.targets.tokenizer import ChatFormat
+from dspark_jax.targets.chatml import ChatFormat
 from dspark_jax.training.texts import answers, corpus_files, records, regeneration
 
 CONFIG = answers.AnswerConfig(
