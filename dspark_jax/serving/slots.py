@@ -65,6 +65,7 @@ class SlotTable:
             request._slot = slot
             request._pages = self.pages.take(needed) or []
             request._status, request._num_fed = PREFILLING, 0
+            request._num_deferred = 0  # feeding shows the drafter all
             admitted.append(slot)
         return admitted
 
