@@ -219,7 +219,7 @@ def tapped_step(
         target_params,
         settings,
     )
-    return state, taps[:, 0] if tap_layers else None
+    return state, None if taps is None else taps[:, 0]
 
 
 def _allocate(

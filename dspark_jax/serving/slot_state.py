@@ -86,7 +86,9 @@ def make_deferred(
         row = jnp.zeros((1, 1), jnp.int32)
         cache = spec.target.init_cache(1, 8)
         tap_layers = drafter.config.tap_layers
-        return spec.target.forward(params, row, row, cache, tap_layers=tap_layers)[1]
+        found = spec.target.forward(params, row, row, cache, tap_layers=tap_layers)[1]
+        assert found is not None
+        return found
 
     like = jax.eval_shape(taps, target_params)
     return jnp.zeros((num_slots, depth, like.shape[-1]), like.dtype)
