@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dspark_jax.scheduling.costs import Costs, TokenCurve
-from dspark_jax.serving import Bucket, EngineConfig, programs
+from dspark_jax.serving import Bucket, EngineConfig, EngineError, programs
 from dspark_jax.serving.planning import RoundPlan
 from dspark_jax.serving.slots import SlotTable
 from dspark_jax.serving.upkeep import Upkeep
@@ -253,3 +253,26 @@ def test_the_price_of_catching_up_is_taken_out_of_the_rounds_time(
     assert kinds <= {PLAIN, FULL}
     assert all(seconds > 0 for *_, seconds in seen)
     assert PLAIN in kinds
+
+
+def test_a_device_error_in_a_catch_up_is_that_of_its_step(
+    make_engine, asked, monkeypatch
+):
+    def broken(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device fell over")
+
+    engine = make_engine("compact", **FIELDS[0])
+    draft_at(engine, lambda step: step % 4 == 0)
+    handles = [want.submit(engine) for want in asked]
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "catch_up", broken)
+        with pytest.raises(EngineError, match="the engine is usable: INTERNAL"):
+            engine.run()
+    failed = [handle for handle in handles if handle.finish_reason == "error"]
+    assert failed
+    engine.run()
+    assert draft_context.check(engine) == 0  # nothing is left
+    for handle, want in zip(handles, asked, strict=True):
+        if handle not in failed:
+            want.check(handle)
+    assert engine.metrics()["num_free_pages"] == 9
