@@ -70,8 +70,8 @@ class EngineConfig:
     max_stop_tokens: int = 4
     rounds_per_step: int = 1
     dispatch_ahead: int = 1
-    probe_every: int = 16
-    max_deferred: int = 16
+    probe_every: int = 32
+    max_deferred: int = 32
     margin: float = budgets.MARGIN
     max_waiting: int | None = None
 

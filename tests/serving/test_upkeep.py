@@ -184,7 +184,7 @@ class Request:
 
 
 def due(counts, *, is_drafting, **fields):
-    config = EngineConfig(num_slots=len(counts), **fields)
+    config = EngineConfig(**{"num_slots": len(counts), "max_deferred": 16, **fields})
     upkeep = Upkeep(config, defers=True)
     requests = [Request(count) for count in counts]
     calls = upkeep.due(requests, is_drafting=is_drafting)
