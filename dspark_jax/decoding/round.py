@@ -179,29 +179,47 @@ def plain_step(
     target_params: PyTree,
     settings: Sampling,
     stop_tokens: Int[Array, "B n"],
-    drafter: Drafter | None = None,
-    drafter_params: PyTree = None,
 ) -> DecodeState:
-    """One token of plain decoding for every running sequence.
+    """One token of plain decoding for every running sequence."""
+    return tapped_step(
+        state,
+        target=target,
+        target_params=target_params,
+        settings=settings,
+        stop_tokens=stop_tokens,
+        tap_layers=(),
+    )[0]
 
-    A drafter's context is kept up, so that the next round can be a speculative one.
+
+def tapped_step(
+    state: DecodeState,
+    *,
+    target: Target,
+    target_params: PyTree,
+    settings: Sampling,
+    stop_tokens: Int[Array, "B n"],
+    tap_layers: tuple[int, ...],
+) -> tuple[DecodeState, Float[Array, "B MD"] | None]:
+    """`plain_step`, and the taps of the anchors that it fed.
+
+    A drafter's context lacks these tokens: `observe` must see them, here or later,
+    before the drafter is asked again.
     """
     anchor_at = state.lengths - 1
     anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)
     positions = jnp.where(state.is_done, -1, anchor_at)[:, None]
-    tap_layers = () if drafter is None else drafter.config.tap_layers
     hidden, taps, cache = target.forward(
         target_params, anchor, positions, state.target_cache, tap_layers=tap_layers
     )
-    state = state.replace(target_cache=cache)
-    if drafter is not None:
-        drafter_state = drafter.observe(
-            drafter_params, state.drafter_state, anchor, positions, taps
-        )
-        state = state.replace(drafter_state=drafter_state)
-    return prefill.draw_first(
-        state, hidden[:, 0], stop_tokens, target, target_params, settings
+    state = prefill.draw_first(
+        state.replace(target_cache=cache),
+        hidden[:, 0],
+        stop_tokens,
+        target,
+        target_params,
+        settings,
     )
+    return state, None if taps is None else taps[:, 0]
 
 
 def _allocate(

@@ -37,7 +37,7 @@ class Bucket:
 
 
 def default_buckets(mode: str, num_slots: int, draft_length: int) -> tuple[Bucket, ...]:
-    """At most 10 shapes: a sixteenth, a quarter and all of the slots, by T."""
+    """At most 9 shapes: a sixteenth, a quarter and all of the slots, by T."""
     requests = {-(-num_slots // 16), -(-num_slots // 4), num_slots}
     return buckets_of(mode, sorted(requests), draft_length)
 
@@ -47,7 +47,7 @@ def buckets_of(
 ) -> tuple[Bucket, ...]:
     """The shapes of a mode for these numbers of requests, ascending.
 
-    "compact" has plain steps, half and full windows, and a quarter at the largest.
+    "compact" has plain steps, half and full windows.
     """
     shapes = set()
     for r in requests:
@@ -56,8 +56,7 @@ def buckets_of(
         if mode != "plain":
             shapes.add(Bucket(r, r * (1 + draft_length)))
         if mode == "compact":
-            shares = (2, 4) if r == max(requests) else (2,)
-            shapes.update(Bucket(r, r * (1 + draft_length // s)) for s in shares)
+            shapes.add(Bucket(r, r * (1 + draft_length // 2)))
     return tuple(sorted(shapes))
 
 
@@ -114,6 +113,11 @@ class BucketGrid:
     def drafting(self, requests: int) -> list[int]:
         """T of the speculative shapes with R requests, ascending."""
         return [b.tokens for b in self.buckets if b.requests == requests < b.tokens]
+
+    @property
+    def has_any_plain(self) -> bool:
+        """Whether there is a step that drafts nothing."""
+        return any(bucket.is_plain for bucket in self.buckets)
 
     def has_plain(self, requests: int) -> bool:
         """Whether a plain step of R requests is declared."""

@@ -14,23 +14,12 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from dspark_jax.config import Speculation
-from dspark_jax.decoding import arguments
 from dspark_jax.sampling import Sampling
-from dspark_jax.serving import admission
-from dspark_jax.serving.batching import (
-    Bucket,
-    BucketGrid,
-    check_buckets,
-    default_buckets,
-)
-from dspark_jax.serving.engine_config import MAX_PROGRAMS, EngineConfig
-from dspark_jax.serving.loop import StepLoop
-from dspark_jax.serving.metrics import Recorder
-from dspark_jax.serving.planning import RoundPlanner
+from dspark_jax.serving import admission, assembly
+from dspark_jax.serving.batching import Bucket
+from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.requests import QueueFullError, RequestHandle
-from dspark_jax.serving.runner import StepRunner, compile_programs
-from dspark_jax.serving.step_spec import Params, StepSpec
+from dspark_jax.serving.runner import compile_programs
 from dspark_jax.types import Drafter, PyTree, Target
 
 
@@ -73,48 +62,11 @@ class Engine:
         costs: Any = None,
         temperatures: Any = None,
     ):
-        options = Speculation(
-            draft_length=config.draft_length,
-            rule=config.rule,
-            candidates=config.candidates,
+        self._grid, self._loop = assembly.make_loop(
+            target, target_params, drafter, drafter_params, config, costs, temperatures
         )
-        admission.check_models(target, target_params, drafter, config)
-        if config.mode == "plain":
-            drafter = drafter_params = temperatures = None
-        length = arguments.check_models(target, drafter, options)
-        if temperatures is not None:
-            temperatures = arguments.make_temperatures(temperatures, length)
-        buckets = config.buckets
-        if buckets is None:
-            buckets = default_buckets(config.mode, config.num_slots, length)
-        check_buckets(buckets, config.mode, config.num_slots, length)
-        self._grid = BucketGrid(buckets)
         self.config = config
-        if self.num_programs > MAX_PROGRAMS:
-            raise ValueError(
-                f"buckets must make at most {MAX_PROGRAMS} programs with those for "
-                f"prefill, got {self.num_programs}"
-            )
         self.target = target
-        self._spec = StepSpec(
-            target=target,
-            drafter=drafter,
-            options=options,
-            draft_length=length,
-            sampling_fields=config.sampling_fields,
-            max_stop_tokens=config.max_stop_tokens,
-            num_rounds=config.rounds_per_step,
-            caps_commit=config.mode == "cap-accept",
-            is_budgeted=config.is_metered,
-            chunk=config.chunk,
-            pages_per_slot=config.pages_per_slot,
-        )
-        planner = RoundPlanner(config, self._grid, length, costs)
-        params = Params(
-            target=target_params, drafter=drafter_params, temperatures=temperatures
-        )
-        runner = StepRunner(self._spec, params, config)
-        self._loop = StepLoop(config, runner, planner, Recorder(length))
         self._num_submitted = 0
         self._is_stepping = False
         self._failure: BaseException | None = None
@@ -127,12 +79,12 @@ class Engine:
     @property
     def num_programs(self) -> int:
         """Programs that `warm_up` compiles."""
-        return len(self._grid.buckets) + len(self.config.prefill_sizes)
+        return len(self._grid.buckets) + len(self._loop.runner.own_programs)
 
     @property
     def draft_length(self) -> int:
         """K."""
-        return self._spec.draft_length
+        return self._loop.runner.spec.draft_length
 
     @property
     def is_idle(self) -> bool:
@@ -274,7 +226,7 @@ class Engine:
           ValueError: there is none.
         """
         rounds = (1 + num_steps) * self.config.rounds_per_step  # one leads in
-        most = self.config.max_length - rounds * (1 + self._spec.draft_length)
+        most = self.config.max_length - rounds * (1 + self.draft_length)
         if num_steps < 1 or most < 1:
             raise ValueError(
                 f"`num_steps` must be at least 1 and fit max_length = "
@@ -286,7 +238,8 @@ class Engine:
         """Counts, times and calibration since the last reset, as plain numbers.
 
         Keys: the queue (`num_waiting`, `num_running`, `num_free_pages`), requests
-        (`num_finished` by reason, `num_preemptions`, `num_tokens`), speculation
+        (`num_finished` by reason, `num_preemptions`, `num_tokens`), the drafter's
+        context (`num_catch_ups`: calls, `num_caught_up`: tokens), speculation
         (`accepted_length`, `acceptance`, `mean_verify_length`,
         `verify_length_counts`), `calibration` (confidence against acceptance of the
         reached slots; `drift` > 0: the drafter promises too much), `steps` by program

@@ -45,6 +45,10 @@ class EngineConfig:
         to wait for each.
       probe_every: after a step without drafts, every Nth one drafts all the same, so
         that there is a way back.
+      max_deferred: tokens of a request that plain steps of "compact" may leave out of
+        the drafter's context until drafting begins again (`serving.upkeep`). At least
+        `probe_every` of them let no step but a draft pay for that. Their layers'
+        outputs are kept: num_slots * max_deferred * tapped layers * width numbers.
       margin: what a budget must gain over full windows to be taken (a share).
       max_waiting: requests that may wait; None: any number.
     """
@@ -66,7 +70,8 @@ class EngineConfig:
     max_stop_tokens: int = 4
     rounds_per_step: int = 1
     dispatch_ahead: int = 1
-    probe_every: int = 16
+    probe_every: int = 32
+    max_deferred: int = 32
     margin: float = budgets.MARGIN
     max_waiting: int | None = None
 
@@ -92,6 +97,7 @@ class EngineConfig:
             "max_stop_tokens",
             "rounds_per_step",
             "probe_every",
+            "max_deferred",
             "max_waiting",
         ):
             value = getattr(self, name)
@@ -129,6 +135,21 @@ class EngineConfig:
         rows of padding.
         """
         return tuple(sorted({max(1, self.prefill_groups // 4), self.prefill_groups}))
+
+    @property
+    def deferred_depth(self) -> int:
+        """Tokens of a request that may wait: at least those of one call."""
+        return max(self.max_deferred, self.rounds_per_step)
+
+    @property
+    def catch_up_rows(self) -> int:
+        """Tokens of all requests that a catch-up shows the drafter at once.
+
+        A few of every request, so that the weights are read seldom; not all that may
+        wait, because padding costs as much as tokens.
+        """
+        depth = self.deferred_depth
+        return min(self.num_slots * depth, max(4 * self.num_slots, depth))
 
     @property
     def pages_per_slot(self) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from dspark_jax.serving import results
-from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.callbacks import CallbackGuard
 from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.feeding import Feeder
@@ -20,8 +19,9 @@ from dspark_jax.serving.metrics import Recorder
 from dspark_jax.serving.planning import RoundPlanner
 from dspark_jax.serving.requests import DECODING, RequestHandle
 from dspark_jax.serving.results import DispatchedStep
-from dspark_jax.serving.runner import Piece, StepRunner
+from dspark_jax.serving.runner import CATCH_UP, Piece, ProgramName, StepRunner
 from dspark_jax.serving.slots import SlotTable
+from dspark_jax.serving.upkeep import Upkeep
 from dspark_jax.types import FINISH_REASONS, RUNNING
 
 
@@ -42,6 +42,7 @@ class StepLoop:
         self.recorder = recorder
         self.slots = SlotTable(config)
         self._feeder = Feeder(config, self.slots)
+        self._upkeep = Upkeep(config, defers=runner.defers)
         self.in_flight: collections.deque[DispatchedStep] = collections.deque()
         self.step_number = 0
         # Whether the books are complete: an interrupt then loses nothing.
@@ -131,9 +132,16 @@ class StepLoop:
             [request._slot for request in requests],
             np.array([request._length for request in requests]),
             np.array([request._limit for request in requests]),
+            self._upkeep_seconds(self._upkeep.num_calls(requests)) / rounds,
         )
-        is_known = bucket in self.runner.known_programs
-        started_at = self._before_dispatch(bucket)
+        catch_ups = self._upkeep.due(requests, is_drafting=not bucket.is_plain)
+        names = [bucket, CATCH_UP] if catch_ups else [bucket]
+        is_known = self.runner.known_programs.issuperset(names)
+        started_at = self._before_dispatch(*names)
+        for of_call in catch_ups:
+            self.runner.catch_up(of_call)
+            self.recorder.num_caught_up += self._upkeep.count_caught_up(of_call)
+            self.recorder.num_catch_ups += 1
         step = DispatchedStep(
             number=self.step_number,
             result=self.runner.round(bucket, requests, plan.num_drafts),
@@ -144,10 +152,17 @@ class StepLoop:
             bucket=bucket,
             plan=plan,
             is_timed=is_known,
+            upkeep_seconds=self._upkeep_seconds(len(catch_ups)),
         )
+        if bucket.is_plain:
+            self._upkeep.count_plain(requests)
         step.begin()
         self.in_flight.append(step)
         return True
+
+    def _upkeep_seconds(self, num_calls: int) -> float:
+        """Of so many catch-ups; nothing is known of them before `warm_up`."""
+        return num_calls * self.runner.catch_up_seconds
 
     def _reserve(self, advance: int) -> bool:
         """Gives all that decode pages for their next step; False: try again."""
@@ -164,8 +179,8 @@ class StepLoop:
             return False
         return True
 
-    def _before_dispatch(self, program: Bucket | int) -> float:
-        if program not in self.runner.known_programs:  # to be compiled
+    def _before_dispatch(self, *names: ProgramName) -> float:
+        if not self.runner.known_programs.issuperset(names):  # one is to be compiled
             for step in self.in_flight:
                 step.is_timed = False
         is_starved = self.in_flight and results.is_ready(self.in_flight[-1].result)
@@ -190,6 +205,9 @@ class StepLoop:
             self.recorder.wait_seconds += ready_at - waits_from
             # The device began this step when it was dispatched or had ended the last.
             seconds = ready_at - max(step.started_at, self._last_ready_at)
+            if step.upkeep_seconds >= seconds:  # cannot be: its price is off
+                step.is_timed, step.upkeep_seconds = False, 0.0
+            seconds -= step.upkeep_seconds
             self._last_ready_at = ready_at
             # Of those that had ended before the host came, the first took the time
             # since the last call; how long the others took, nobody knows.

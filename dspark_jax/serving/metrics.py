@@ -22,6 +22,7 @@ class Recorder:
         length = self._draft_length
         self.num_finished: collections.Counter[str] = collections.Counter()
         self.num_preemptions = 0
+        self.num_catch_ups = self.num_caught_up = 0
         self.num_tokens = 0
         self.num_rounds = 0
         self.num_verified = 0
@@ -93,6 +94,8 @@ class Recorder:
             **present,
             "num_finished": dict(self.num_finished),
             "num_preemptions": self.num_preemptions,
+            "num_catch_ups": self.num_catch_ups,
+            "num_caught_up": self.num_caught_up,
             "num_tokens": self.num_tokens,
             "num_rounds": self.num_rounds,
             "accepted_length": _share(self.accepted_sum, self.num_rounds),

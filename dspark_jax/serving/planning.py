@@ -6,6 +6,12 @@ Prices come from a cost table, promises from confidences at least two steps old
 What is compared is the rate at which rounds make words. Prompts are fed between rounds
 (`feeding`) and cost a request the same whichever rounds it then takes part in: their
 price is in none of the options.
+
+A round that drafts after plain ones must first show the drafter what those fed
+(`upkeep`). All of that is in its price, so that choices that are about equal do not
+alternate. It cannot keep drafting out: one round in so many drafts whatever it costs
+(`probe_every`), and the next, for which nothing is left to be caught up, is judged by
+its own price.
 """
 
 import dataclasses
@@ -14,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dspark_jax.scheduling.budgets import budget
+from dspark_jax.scheduling.budgets import Budget, budget
 from dspark_jax.scheduling.costs import Costs
 from dspark_jax.scheduling.online_costs import OnlineCosts
 from dspark_jax.scheduling.relay import ConfidenceRelay
@@ -83,7 +89,12 @@ class RoundPlanner:
             self._relay.publish(step, slots, confidence)
 
     def plan(
-        self, step: int, slots: Sequence[int], lengths: np.ndarray, limits: np.ndarray
+        self,
+        step: int,
+        slots: Sequence[int],
+        lengths: np.ndarray,
+        limits: np.ndarray,
+        catch_up_seconds: float = 0.0,
     ) -> tuple[Bucket, RoundPlan]:
         """The bucket of this step and its budget.
 
@@ -91,6 +102,7 @@ class RoundPlanner:
           step: its number.
           slots: of the requests that take part.
           lengths, limits: int [B], known tokens (of steps that were read) and limits.
+          catch_up_seconds: that drafting costs beside its rounds (`upkeep`), a round.
         """
         rows = len(slots)
         requests = self._grid.requests_for(rows)
@@ -107,7 +119,11 @@ class RoundPlanner:
         if not self._is_metered:
             seconds = float(self._costs.seconds(requests, full.tokens, context))
             return full, RoundPlan(whole, seconds, context)
-        return self._metered(step, slots, requests, full, context, limits - lengths)
+        bucket, choice = self._metered(
+            step, slots, requests, full, context, limits - lengths, catch_up_seconds
+        )
+        seconds = choice.seconds - choice.is_drafting * catch_up_seconds
+        return bucket, RoundPlan(choice.num_drafts, seconds, context)
 
     def observe(self, bucket: Bucket, context_tokens: int, seconds: float) -> None:
         """What a round took, for costs that follow it."""
@@ -134,7 +150,8 @@ class RoundPlanner:
         full: Bucket,
         context: int,
         remaining: np.ndarray,
-    ) -> tuple[Bucket, RoundPlan]:
+        catch_up_seconds: float,
+    ) -> tuple[Bucket, Budget]:
         assert self._relay is not None
         assert self._costs is not None
         sizes = [
@@ -143,11 +160,12 @@ class RoundPlanner:
             if size >= requests
         ]
         has_plain = self._shapes.has_plain(requests)
+        seconds = self._costs.seconds(requests, np.array(sizes), context)
         choice = budget(
             self._relay.read(step, slots),
             step=step,
             buckets=sizes,
-            seconds=self._costs.seconds(requests, np.array(sizes), context),
+            seconds=seconds + catch_up_seconds,
             plain_seconds=(
                 self._costs.plain_seconds(requests, context) if has_plain else None
             ),
@@ -156,9 +174,8 @@ class RoundPlanner:
             max_verify_length=np.clip(remaining - 1, 0, self._draft_length),
         )
         self._since_draft = 0 if choice.is_drafting else self._since_draft + 1
-        plan = RoundPlan(choice.num_drafts, choice.seconds, context)
         if self._config.mode == "cap-accept":
-            return full, plan
+            return full, choice
         if not choice.is_drafting:
-            return Bucket(requests, requests), plan
-        return Bucket(requests, choice.packed_tokens), plan
+            return Bucket(requests, requests), choice
+        return Bucket(requests, choice.packed_tokens), choice

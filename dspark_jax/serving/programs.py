@@ -1,4 +1,4 @@
-"""The step programs: prefill a chunk, a plain round, a speculative round.
+"""The step programs: prefill a chunk, a plain round, a speculative round, catch up.
 
 Each takes the state of all slots (donated), one int32 array of what the host decided
 (slots, page tables), and gives the state and one int32 array of what happened. The
@@ -11,13 +11,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
+from dspark_jax import paged_cache
 from dspark_jax.decoding import prefill, round
+from dspark_jax.paged_cache import PagePool
 from dspark_jax.serving import slot_state
-from dspark_jax.serving.slot_state import SlotState
+from dspark_jax.serving.slot_state import KnownTokens, SlotState
 from dspark_jax.serving.step_spec import Params, StepSpec
-from dspark_jax.types import DecodeState, PyTree
+from dspark_jax.types import RUNNING, DecodeState, PyTree
 
 
 @functools.partial(
@@ -76,38 +78,98 @@ def speculative_rounds(
     return slot_state.store(slots, slot, decode), result
 
 
-@functools.partial(jax.jit, static_argnames="spec", donate_argnames="slots")
+@functools.partial(
+    jax.jit, static_argnames="spec", donate_argnames=("slots", "deferred")
+)
 def plain_rounds(
-    params: Params, slots: SlotState, control: Int[Array, "R X"], *, spec: StepSpec
-) -> tuple[SlotState, Int[Array, "n R Y"]]:
-    """One token a request without drafting; `slots` is donated.
+    params: Params,
+    slots: SlotState,
+    deferred: Float[Array, "S D MD"] | None,
+    control: Int[Array, "R X"],
+    *,
+    spec: StepSpec,
+) -> tuple[SlotState, Float[Array, "S D MD"] | None, Int[Array, "n R Y"]]:
+    """One token a request without drafting; `slots` and `deferred` are donated.
 
-    The drafter's context is kept up where there is one.
+    Where there is a drafter, its context is left behind: `deferred` keeps what it must
+    see of these tokens, for `catch_up`.
     """
     slot = spec.round_control.one(control, "slot")
     decode, settings, stop_tokens = slot_state.rows_of(
         slots, slot, spec.round_control.of(control, "table")
     )
+    tap_layers = () if spec.drafter is None else spec.drafter.config.tap_layers
 
-    def one_round(decode: DecodeState, _: Any) -> tuple[DecodeState, jax.Array]:
-        before = decode.lengths
-        decode = round.plain_step(
+    def one_round(carry: Any, _: Any) -> tuple[Any, jax.Array]:
+        decode, deferred = carry
+        before, is_running = decode.lengths, ~decode.is_done
+        decode, taps = round.tapped_step(
             decode,
             target=spec.target,
             target_params=params.target,
             settings=settings,
             stop_tokens=stop_tokens,
-            drafter=spec.drafter,
-            drafter_params=params.drafter,
+            tap_layers=tap_layers,
         )
-        return decode, spec.plain_result.join(
+        if taps is not None:
+            assert deferred is not None
+            row = jnp.where(is_running, slot, deferred.shape[0])
+            place = (before - 1) % deferred.shape[1]
+            deferred = deferred.at[row, place].set(taps, mode="drop")
+        return (decode, deferred), spec.plain_result.join(
             num_committed=decode.lengths - before,
             finish=decode.finish,
             tokens=_tokens_from(decode, before, 1),
         )
 
-    decode, result = _repeat(one_round, decode, spec.num_rounds)
-    return slot_state.store(slots, slot, decode), result
+    carry, result = _repeat(one_round, (decode, deferred), spec.num_rounds)
+    decode, deferred = carry
+    return slot_state.store(slots, slot, decode), deferred, result
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "num_rows"), donate_argnames="draft_pool"
+)
+def catch_up(
+    drafter_params: PyTree,
+    draft_pool: PagePool,
+    known: KnownTokens,
+    deferred: Float[Array, "S D MD"],
+    control: Int[Array, "N X"],
+    *,
+    spec: StepSpec,
+    num_rows: int,
+) -> PagePool:
+    """Shows the drafter the last tokens that plain rounds fed; the pool is donated.
+
+    Those of all requests, `num_rows` at most, are packed. What has ended is left out:
+    nothing is drafted for it any more. It takes only the parts of the state that it
+    needs: to hand over all of them costs the host more than this costs the device.
+    """
+    drafter = spec.drafter
+    assert drafter is not None
+    columns = spec.catch_up_control
+    num_slots, depth = deferred.shape[:2]
+    slot = columns.one(control, "slot")
+    at = jnp.minimum(slot, num_slots - 1)
+    is_running = (slot < num_slots) & (known.finish[at] == RUNNING)
+    counts = jnp.where(is_running, columns.one(control, "count"), 0)
+    # The anchor is the last known token; it was fed by no round yet.
+    first = known.lengths[at] - 1 - counts
+    layout = paged_cache.make_layout(counts, num_rows, depth)
+    request = jnp.minimum(layout.request, slot.shape[0] - 1)
+    is_real = layout.request < slot.shape[0]
+    positions = jnp.where(is_real, first[request] + layout.offset, -1)
+    row = at[request]
+    context = draft_pool.view(columns.of(control, "table")).replace(layout=layout)
+    context = drafter.observe(
+        drafter_params,
+        context,
+        known.tokens[row, positions][None],
+        positions[None],
+        deferred[row, positions % depth][None],
+    )
+    return context.pool
 
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="slots")

@@ -70,6 +70,7 @@ class RequestHandle:
         self._num_fed = 0  # positions whose feeding was dispatched
         self._num_ahead = 0  # tokens that steps under way may add at most
         self._least_ahead = 0  # and at least, if it runs on
+        self._num_deferred = 0  # its last tokens that the drafter has not seen
         self._has_failed = False  # a step that fed it did, and it was kept
 
     def __repr__(self) -> str:

@@ -30,6 +30,7 @@ class DispatchedStep:
     num_pieces: int = 0  # prefill: that its program takes
     num_filled: int = 0  # prefill: of these, not padding
     is_timed: bool = True  # False: what it took is not known
+    upkeep_seconds: float = 0.0  # of catch-ups that were dispatched just before it
 
     def begin(self) -> None:
         """Counts the step into its requests' expectations."""

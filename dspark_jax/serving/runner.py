@@ -21,6 +21,10 @@ from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.requests import RequestHandle
 from dspark_jax.serving.step_spec import Params, StepSpec
 
+# What a program is known by: a bucket, a number of pieces, or this.
+CATCH_UP = "catch up"
+ProgramName = Bucket | int | str
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -35,8 +39,16 @@ class Piece:
 class StepRunner:
     """Runs an engine's programs; the only holder of its device state."""
 
-    def __init__(self, spec: StepSpec, params: Params, config: EngineConfig):
+    def __init__(
+        self, spec: StepSpec, params: Params, config: EngineConfig, *, defers: bool
+    ):
+        """Empty slots.
+
+        Args:
+          defers: whether plain rounds leave a drafter's context behind.
+        """
         self.spec = spec
+        self.defers = defers
         # Programs that a field does not concern are one program whatever it says, for
         # this engine and for others.
         self._plain_spec = dataclasses.replace(
@@ -47,15 +59,22 @@ class StepRunner:
         self._params = params
         self._config = config
         self._state: Any = None
-        # Programs that have run: a bucket, or a number of pieces.
-        self.known_programs: set[Bucket | int] = set()
-        self._compiled: set[Bucket | int] = set()
+        self._deferred: Any = None  # taps that `catch_up` has yet to show the drafter
+        self.catch_up_seconds = 0.0  # of a call; `warm_up` measures it
+        self.known_programs: set[ProgramName] = set()  # those that have run
+        self._compiled: set[ProgramName] = set()
         self.reset()
+
+    @property
+    def own_programs(self) -> list[ProgramName]:
+        """Programs beside those of the buckets."""
+        catch_up = [CATCH_UP] if self.defers else []
+        return [*self._config.prefill_sizes, *catch_up]
 
     def reset(self) -> None:
         """Empty slots and pools, whatever became of the old ones."""
         config = self._config
-        self._state = None  # frees the memory first
+        self._state = self._deferred = None  # frees the memory first
         self._state = slot_state.make_state(
             self.spec,
             config.num_slots,
@@ -63,6 +82,13 @@ class StepRunner:
             config.total_pages,
             config.page_size,
         )
+        if self.defers:
+            self._deferred = slot_state.make_deferred(
+                self.spec,
+                self._params.target,
+                config.num_slots,
+                config.deferred_depth,
+            )
 
     def warm_up(self, buckets: Sequence[Bucket]) -> None:
         """Compiles what `compile_programs` did not yet, and runs all on padding."""
@@ -72,6 +98,8 @@ class StepRunner:
         for bucket in buckets:
             result = self.round(bucket, [], 0)
         result.block_until_ready()
+        if self.defers:
+            self._measure_catch_up()
 
     def prefill(self, pieces: Sequence[Piece]) -> jax.Array:
         """Feeds pieces of prompts; row i of the result is piece i's."""
@@ -106,6 +134,17 @@ class StepRunner:
             row[table : table + len(request._pages)] = request._pages
         return self._round(bucket, control)
 
+    def catch_up(self, requests: Sequence[RequestHandle]) -> None:
+        """Shows the drafter what plain rounds fed of these; packed they must fit."""
+        columns = self.spec.catch_up_control
+        control = self._no_catch_up()
+        table = columns.at("table").start
+        for row, request in zip(control, requests, strict=False):
+            row[columns.at("slot")] = request._slot
+            row[columns.at("count")] = request._num_deferred
+            row[table : table + len(request._pages)] = request._pages
+        self._catch_up(control)
+
     def measure(self, bucket: Bucket, context_length: int, num_steps: int) -> float:
         """Seconds of a round, from `num_steps` calls in a row; empties all slots.
 
@@ -136,10 +175,50 @@ class StepRunner:
         self.reset()
         return seconds / (num_steps * self.spec.num_rounds)
 
+    def _measure_catch_up(self, num_calls: int = 4, repeats: int = 3) -> None:
+        """Times it on padding, which costs what words do; it has been compiled."""
+        control = self._no_catch_up()
+        seconds = []
+        for _ in range(repeats):
+            self._catch_up(control)  # leads in
+            self._state.draft_pool.keys[0].block_until_ready()
+            started_at = time.perf_counter()
+            for _ in range(num_calls):
+                self._catch_up(control)
+            self._state.draft_pool.keys[0].block_until_ready()
+            seconds.append((time.perf_counter() - started_at) / num_calls)
+        self.catch_up_seconds = min(seconds)
+
+    def _catch_up(self, control: np.ndarray) -> None:
+        called = self._catch_up_program(control)
+        pool = called.function(*called.arguments, **called.static)
+        self._state = self._state.replace(draft_pool=pool)
+        self.known_programs.add(CATCH_UP)
+
+    def _catch_up_program(self, control: np.ndarray) -> "_Program":
+        state = self._state
+        known = slot_state.KnownTokens(state.tokens, state.lengths, state.finish)
+        return _Program(
+            programs.catch_up,
+            (self._params.drafter, state.draft_pool, known, self._deferred, control),
+            {"spec": self._prefill_spec, "num_rows": self._config.catch_up_rows},
+        )
+
+    def _no_catch_up(self) -> np.ndarray:
+        columns, num_slots = self.spec.catch_up_control, self._config.num_slots
+        control = np.full((num_slots, columns.width), -1, np.int32)
+        control[:, columns.at("slot")] = num_slots
+        control[:, columns.at("count")] = 0
+        return control
+
     def _round(self, bucket: Bucket, control: np.ndarray) -> jax.Array:
         if bucket.is_plain:
-            self._state, result = programs.plain_rounds(
-                self._params, self._state, control, spec=self._plain_spec
+            self._state, self._deferred, result = programs.plain_rounds(
+                self._params,
+                self._state,
+                self._deferred,
+                control,
+                spec=self._plain_spec,
             )
         else:
             self._state, result = programs.speculative_rounds(
@@ -165,8 +244,10 @@ class StepRunner:
         holds_all = bucket.tokens == bucket.requests * (1 + self.spec.draft_length)
         return self._full_spec if holds_all else self.spec
 
-    def _program(self, program: Bucket | int) -> "_Program":
+    def _program(self, program: ProgramName) -> "_Program":
         """A program with arguments of its shapes."""
+        if isinstance(program, str):
+            return self._catch_up_program(self._no_catch_up())
         of_all = self._params, self._state
         if isinstance(program, int):
             control = self._no_pieces(program)
@@ -176,7 +257,8 @@ class StepRunner:
         control = np.zeros((program.requests, columns.width), np.int32)
         if program.is_plain:
             static = {"spec": self._plain_spec}
-            return _Program(programs.plain_rounds, (*of_all, control), static)
+            arguments = (*of_all, self._deferred, control)
+            return _Program(programs.plain_rounds, arguments, static)
         return _Program(
             programs.speculative_rounds,
             (*of_all, control),
@@ -220,8 +302,7 @@ def compile_programs(
     compiling: dict[Hashable, concurrent.futures.Future] = {}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for runner, buckets in chosen:
-            wanted: list[Bucket | int] = [*runner._config.prefill_sizes, *buckets]
-            for program in wanted:
+            for program in [*runner.own_programs, *buckets]:
                 if program in runner._compiled:
                     continue
                 called = runner._program(program)
@@ -233,7 +314,7 @@ def compile_programs(
         for future in compiling.values():
             future.result()
     for runner, buckets in chosen:
-        runner._compiled.update(runner._config.prefill_sizes, buckets)
+        runner._compiled.update(runner.own_programs, buckets)
     return len(compiling)
 
 

@@ -5,19 +5,19 @@ for it is dropped.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dspark_jax import checks
 from dspark_jax.paged_cache import PagePool
 from dspark_jax.sampling import Sampling
 from dspark_jax.serving.control import traced_from_bits
 from dspark_jax.serving.step_spec import StepSpec
-from dspark_jax.types import FINISH_LENGTH, RUNNING, DecodeState
+from dspark_jax.types import FINISH_LENGTH, RUNNING, DecodeState, PyTree
 
 
 class SlotState(flax.struct.PyTreeNode):
@@ -32,6 +32,14 @@ class SlotState(flax.struct.PyTreeNode):
     settings: Sampling  # fields [S], or None
     target_pool: PagePool
     draft_pool: PagePool | None
+
+
+class KnownTokens(NamedTuple):
+    """The texts of all slots: the fields of `SlotState` of these names."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    finish: jax.Array
 
 
 def make_state(
@@ -62,6 +70,28 @@ def make_state(
         target_pool=pool(spec.target.init_cache),
         draft_pool=None if spec.drafter is None else pool(spec.drafter.init_state),
     )
+
+
+def make_deferred(
+    spec: StepSpec, target_params: PyTree, num_slots: int, depth: int
+) -> Float[Array, "S D MD"]:
+    """Empty places for the taps of each slot's last `depth` tokens: p lies at p % D.
+
+    Not a part of `SlotState`: only programs that touch them depend on their shape.
+    """
+    drafter = spec.drafter
+    assert drafter is not None
+
+    def taps(params: PyTree) -> jax.Array:
+        row = jnp.zeros((1, 1), jnp.int32)
+        cache = spec.target.init_cache(1, 8)
+        tap_layers = drafter.config.tap_layers
+        found = spec.target.forward(params, row, row, cache, tap_layers=tap_layers)[1]
+        assert found is not None
+        return found
+
+    like = jax.eval_shape(taps, target_params)
+    return jnp.zeros((num_slots, depth, like.shape[-1]), like.dtype)
 
 
 @functools.partial(jax.jit, donate_argnames="slots")

@@ -15,6 +15,8 @@ from dspark_jax.serving.requests import (
     RequestHandle,
 )
 
+_SPARED = 8  # one in so many pages that requests may still need
+
 
 class SlotTable:
     """The slots, the pages and the queue of an engine."""
@@ -55,16 +57,14 @@ class SlotTable:
         admitted = []
         while (request := self.queue.first()) is not None and None in self._slots:
             needed = self._pages_for(request, request._feed_length + 1)
-            # A page for each that still grows stays free, or the newcomer would soon
-            # be preempted.
-            spare = sum(self._grows(other) for other in self.running)
-            if self.pages.num_free < needed + spare:
+            if self.pages.num_free < needed + self._spare(request, needed):
                 break
             slot = self._slots.index(None)
             self._slots[slot] = self.queue.pop()
             request._slot = slot
             request._pages = self.pages.take(needed) or []
             request._status, request._num_fed = PREFILLING, 0
+            request._num_deferred = 0  # feeding shows the drafter all
             admitted.append(slot)
         return admitted
 
@@ -101,8 +101,21 @@ class SlotTable:
     def _pages_for(self, request: RequestHandle, length: int) -> int:
         return -(-min(length, request._limit) // self._page_size)
 
-    def _grows(self, request: RequestHandle) -> bool:
-        return len(request._pages) < self._pages_for(request, request._limit)
+    def _spare(self, newcomer: RequestHandle, needed: int) -> int:
+        """Pages that stay free, or the newcomer would soon be preempted.
+
+        One for each that still grows, and an eighth of what all may grow by: where
+        pages are small, one is a few tokens. (In a model of a tight pool with pages of
+        4 that spares a third of the feeding, for 3 % more rounds; a quarter spares
+        little more, for 10 %. With pages of 16 one for each is more than an eighth.)
+        """
+        growths = [
+            self._pages_for(other, other._limit) - len(other._pages)
+            for other in self.running
+        ]
+        num_growing = sum(growth > 0 for growth in growths)
+        own = self._pages_for(newcomer, newcomer._limit) - needed
+        return max(num_growing, -(-(sum(growths) + own) // _SPARED))
 
     def _release(self, request: RequestHandle) -> None:
         if request._slot >= 0:

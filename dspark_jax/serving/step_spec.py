@@ -43,6 +43,11 @@ class StepSpec:
         return Columns((("slot", 1), ("num_drafts", 1), ("table", self.pages_per_slot)))
 
     @property
+    def catch_up_control(self) -> Columns:
+        """Of a catch-up: how many of a slot's last tokens await it, and the pages."""
+        return Columns((("slot", 1), ("count", 1), ("table", self.pages_per_slot)))
+
+    @property
     def round_result(self) -> Columns:
         """Of a speculative round, a row a request."""
         length = self.draft_length

@@ -85,6 +85,7 @@ BAD_CONFIGS = (
     ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
     ({"page_size": 12}, "page_size must be a power of two, got 12"),
     ({"max_prefill_steps": 0}, "max_prefill_steps must be at least 1, got 0"),
+    ({"max_deferred": 0}, "max_deferred must be at least 1, got 0"),
     ({"max_prefill_delay": -1}, "max_prefill_delay must be at least 0, got -1"),
     ({"margin": 1.0}, r"margin must lie in \[0, 1\), got 1.0"),
     ({"dispatch_ahead": 2}, r"dispatch_ahead must be one of \(0, 1\), got 2"),
@@ -111,8 +112,15 @@ BAD_ENGINES = (
         "mode 'static' runs .* only, but buckets have",
     ),
     (
+        {
+            "buckets": tuple(Bucket(16, 4 * n) for n in range(5, 17)),
+            "prefill_groups": 1,
+        },
+        "at most 12 programs with those for prefill, got 13",
+    ),
+    (
         {"buckets": tuple(Bucket(16, 16 + n) for n in range(49))},
-        "at most 12 programs with those for prefill, got 51",
+        "at most 12 programs with those for prefill and for catching up, got 52",
     ),
 )
 

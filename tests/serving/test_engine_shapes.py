@@ -47,7 +47,7 @@ def test_nothing_compiles_after_warm_up_in_any_bucket(make_engine, asked, compil
         engine = make_engine(
             "compact", num_pages=9, costs=OnlineCosts(costs), probe_every=3
         )
-        assert engine.num_programs == 5 <= 12
+        assert engine.num_programs == 6 <= 12
         engine.warm_up()
         compilations.clear()
         handles = [want.submit(engine) for want in asked]
@@ -280,5 +280,5 @@ def test_default_buckets_are_few_and_complete(mode, num_slots):
     for length in (1, 3, 7, 15):
         buckets = default_buckets(mode, num_slots, length)
         check_buckets(buckets, mode, num_slots, length)
-        assert len(buckets) + 1 <= 12
+        assert len(buckets) + 3 <= 12  # two for prefill, one to catch up
         assert max(bucket.requests for bucket in buckets) == num_slots

@@ -1,9 +1,11 @@
 """Every request's words are those of plain decoding with its key, whatever happens.
 
 A state machine submits, steps, cancels and waits at random, with few pages, so that
-requests are preempted; the planner takes any bucket it may.
+requests are preempted; the planner takes any bucket it may. Places for tokens that the
+drafter has not seen are few in some, so that they fill up.
 """
 
+import draft_context
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,16 @@ CONFIGS = (
     ("plain", {"page_size": 8, "num_pages": 5, "chunk": 3}),
     ("static", {"page_size": 2, "num_pages": 20, "prefill_groups": 1}),
     ("compact", {"page_size": 4, "num_pages": 9}),
-    ("compact", {"num_slots": 2, "rounds_per_step": 2, "dispatch_ahead": 0}),
+    ("compact", {"page_size": 4, "num_pages": 9, "max_deferred": 2}),
+    (
+        "compact",
+        {
+            "num_slots": 2,
+            "rounds_per_step": 2,
+            "dispatch_ahead": 0,
+            "max_deferred": 3,
+        },
+    ),
     ("cap-accept", {"page_size": 4, "num_pages": 10, "chunk": 5}),
 )
 
@@ -29,7 +40,7 @@ def take_any_bucket(engine, random):
     """Replaces the engine's planner: any bucket that holds the requests."""
     mode, length = engine.config.mode, engine.draft_length
 
-    def plan(step, slots, lengths, limits):
+    def plan(step, slots, *_):
         rows = len(slots)
         bucket = random.choice(engine.buckets)
         most = min(bucket.tokens - rows, rows * length)
@@ -56,7 +67,7 @@ def check_bookkeeping(engine, handles):
 @pytest.mark.parametrize("case", range(len(CONFIGS)))
 def test_words_under_random_arrivals_cancels_and_preemption(case, make_engine, asked):
     mode, fields = CONFIGS[case]
-    seen = {"preempted": 0, "cancelled": 0, "finished": 0}
+    seen = {"preempted": 0, "cancelled": 0, "finished": 0, "looked at": 0}
     # Compiled outside of the examples.
     engine = make_engine(mode, **fields)
     engine.warm_up()
@@ -77,10 +88,13 @@ def test_words_under_random_arrivals_cancels_and_preemption(case, make_engine, a
                 self.wants.append(want)
                 self.streams.append(stream)
 
-        @stateful.rule(count=st.integers(1, 4))
-        def step(self, count):
+        @stateful.rule(count=st.integers(1, 4), looks=st.booleans())
+        def step(self, count, looks):
+            """To look at the drafter's context, steps under way must be read."""
             for _ in range(count):
                 self.engine.step()
+                if looks and mode == "compact":
+                    seen["looked at"] += draft_context.check(self.engine)
 
         @stateful.precondition(lambda self: not all(h.is_done for h in self.handles))
         @stateful.rule(data=st.data())
@@ -136,6 +150,7 @@ def test_words_under_random_arrivals_cancels_and_preemption(case, make_engine, a
     )
     assert seen["cancelled"] > 10
     assert seen["finished"] > 50
+    assert seen["looked at"] > 100 or mode != "compact"
     assert seen["preempted"] > 5 or "num_pages" not in fields
 
 
