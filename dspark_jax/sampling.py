@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dspark_jax import checks, cuts, noise
+from dspark_jax import checks, cuts
 from dspark_jax.types import Row
 
 # Known from other libraries, not supported yet: refused by name.
@@ -126,7 +126,7 @@ def make_row(
       best: index and value of each row's largest logit, where they are known.
     """
     shape = logits.shape[:-1]
-    largest, top = _largest(logits) if best is None else best
+    largest, top = largest_logit(logits) if best is None else best
     if sampling.temperature is None:
         return Row(
             top=jnp.zeros(shape, jnp.float32),
@@ -160,11 +160,23 @@ def make_row(
     )
 
 
+def largest_logit(
+    logits: Float[Array, "... N"],
+) -> tuple[Int[Array, "..."], Float[Array, "..."]]:
+    """Index and value of the largest logit, or of a NaN; int32 [...], float32 [...].
+
+    Every pass over the vocabulary counts, so greedy decoding makes this one only: the
+    compiler joins equal calls, and `draw`'s argmax.
+    """
+    index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return index, jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
+
+
 def has_distribution(logits: Float[Array, "... N"]) -> Bool[Array, "..."]:
     """Whether a row of logits is one: no NaN, no +inf, and something above -inf."""
     # The largest says it, since argmax takes a NaN for larger than all else (a compiled
     # maximum may pass over one: XLA:CPU's does).
-    return jnp.isfinite(_largest(logits)[1])
+    return jnp.isfinite(largest_logit(logits)[1])
 
 
 def has_cuts(sampling: Sampling) -> bool:
@@ -248,141 +260,3 @@ def perturb(
     """
     noise_scale = jnp.where(_is_random(temperature), temperature, 0.0)[..., None]
     return (logits - top[..., None]) + noise_scale * gumbel
-
-
-class Choice(flax.struct.PyTreeNode):
-    """A token that was drawn, and what is known of the row it was drawn from."""
-
-    index: jax.Array  # int32 [...], of its logit
-    token: jax.Array  # int32 [...]
-    largest: jax.Array  # int32 [...], index of the largest logit
-    top: jax.Array  # float32 [...], the largest logit; not finite: neither is the row
-    row: Row | None
-
-
-class DraftSampler(flax.struct.PyTreeNode):
-    """Draws the tokens of a draft: handed to `Drafter.propose`.
-
-    `draw(slot, logits, ids)` gives the slot's token, its probability and its Row; or
-    `choose` tokens alone, and `describe` the probabilities and Rows of all at once.
-    Under the "seeded" rule the noise is that of plain decoding at the token's position;
-    under the others it belongs to this round alone (`noise.py`).
-
-    A row that is not finite (NaN or +inf anywhere, or no support) becomes a point mass
-    on a valid token: the draft is then useless, never wrong.
-    """
-
-    key: jax.Array  # typed keys [B]
-    anchor_position: jax.Array  # int32 [B]
-    sampling: Sampling  # fields [B] or None
-    streams: noise.Streams | None  # of ROUND noise; None when it is not used
-    draft_length: int = flax.struct.field(pytree_node=False)
-    rule: str = flax.struct.field(pytree_node=False, default="token")
-    candidates: int | None = flax.struct.field(pytree_node=False, default=None)
-
-    def draw(
-        self, slot: int, logits: Float[Array, "B N"], ids: Int[Array, "..."] | None
-    ) -> tuple[Int[Array, "B"], Float[Array, "B"], Row]:
-        """Draws slot `slot` (0-based) from logits [B, N] of the tokens `ids`.
-
-        Returns the token, its probability q and the Row it was drawn from.
-        """
-        choice = self.choose(slot, logits, ids)
-        return choice.token, *self.describe(logits, choice)
-
-    def choose(
-        self, slot: int, logits: Float[Array, "B N"], ids: Int[Array, "..."] | None
-    ) -> Choice:
-        """The token of slot `slot`, with its Row only if the draw needed one.
-
-        Only cuts need it: argmax(logits - top + T G) knows no normaliser, and what must
-        be done slot by slot is the shorter for it. A row that is not finite is drawn
-        uniformly, or at temperature 0 is its first token.
-        """
-        batch, support = logits.shape
-        if ids is None:
-            ids = jnp.arange(support, dtype=jnp.int32)
-        ids = jnp.broadcast_to(ids, (batch, support))
-        temperature = self.sampling.temperature
-        largest, top = _largest(logits)
-        is_finite = jnp.isfinite(top)
-        row = None
-        if temperature is None:
-            index = jnp.where(is_finite, largest, 0)
-        else:
-            logits = jnp.where(is_finite[:, None], logits, 0.0)
-            if self.rule == "seeded":
-                position = self.anchor_position + slot + 1
-                gumbel = noise.token_gumbel(self.key, position, ids)
-            else:
-                assert self.streams is not None
-                gumbel = noise.round_gumbel(self.streams, slot, ids)
-            finite_top = jnp.where(is_finite, top, 0.0)
-            perturbed = perturb(logits, finite_top, temperature, gumbel)
-            if has_cuts(self.sampling):
-                row = make_row(logits, self.sampling)
-                is_kept = scale(logits, row.top, temperature) >= row.cut[..., None]
-                perturbed = jnp.where(is_kept, perturbed, -jnp.inf)
-            index = jnp.argmax(perturbed, axis=-1).astype(jnp.int32)
-        token = jnp.take_along_axis(ids, index[:, None], axis=1)[:, 0]
-        return Choice(index=index, token=token, largest=largest, top=top, row=row)
-
-    def describe(
-        self, logits: Float[Array, "B ... N"], choice: Choice
-    ) -> tuple[Float[Array, "B ..."], Row]:
-        """q of the tokens that were chosen from these logits, and their Rows."""
-        settings, token, row = self.sampling, choice.token, choice.row
-        if settings.temperature is None:
-            zeros = jnp.zeros(token.shape, jnp.float32)
-            return zeros + 1.0, Row(
-                top=zeros, cut=zeros - jnp.inf, log_normaliser=zeros, point=token
-            )
-        one = (1,) * (token.ndim - 1)
-        settings = jax.tree.map(lambda x: x.reshape(-1, *one), settings)
-        if row is None:
-            row = make_row(logits, settings, (choice.largest, choice.top))
-        is_finite = jnp.isfinite(choice.top)
-        row = Row(
-            top=row.top,
-            cut=jnp.where(is_finite, row.cut, -jnp.inf),
-            log_normaliser=jnp.where(is_finite, row.log_normaliser, 0.0),
-            point=jnp.where((row.point >= 0) | ~is_finite, token, -1),
-        )
-        logit = jnp.take_along_axis(logits, choice.index[..., None], axis=-1)
-        q = probability(logit, token[..., None], row, settings.temperature)
-        return q[..., 0], row
-
-
-def make_draft_sampler(
-    key: jax.Array,
-    anchor_position: Int[Array, "B"],
-    sampling: Sampling,
-    *,
-    draft_length: int,
-    rule: str,
-    candidates: int | None = None,
-) -> DraftSampler:
-    """The sampler of one round's draft."""
-    uses_round_noise = sampling.temperature is not None and rule != "seeded"
-    streams = None
-    if uses_round_noise:
-        streams = noise.round_streams(key, anchor_position, draft_length, noise.DRAFT)
-    return DraftSampler(
-        key=key,
-        anchor_position=anchor_position,
-        sampling=sampling,
-        streams=streams,
-        draft_length=draft_length,
-        rule=rule,
-        candidates=candidates,
-    )
-
-
-def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index and value of the largest logit, or of a NaN; int32 [...], float32 [...].
-
-    Every pass over the vocabulary counts, so greedy decoding makes this one only: the
-    compiler joins equal calls, and `draw`'s argmax.
-    """
-    index = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return index, jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]

@@ -63,8 +63,9 @@ class Drafter(NamedTuple):
       observe: (params, state, tokens [B, W], positions [B, W], taps [B, W, M*D]) ->
         state. Rows of committed tokens only, position -1 elsewhere.
       propose: (params, target_params, state, anchor [B], position [B], sampler) ->
-        (Draft, state). `position` is the anchor's; `sampler` draws each slot's token
-        (`sampling.make_draft_sampler` makes it) and carries the static draft length.
+        (Draft, state). `position` is the anchor's; `sampler` (a
+        `draft_sampler.DraftSampler`) draws each slot's token and carries the static
+        draft length.
     """
 
     config: Any

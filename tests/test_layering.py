@@ -30,7 +30,7 @@ ROWS = (  # lowest first
     ),
     ("dspark_jax.layers", "dspark_jax.attention"),
     ("dspark_jax.sampling", "dspark_jax.kv_cache"),
-    ("dspark_jax.paged_cache",),
+    ("dspark_jax.paged_cache", "dspark_jax.draft_sampler"),
     ("dspark_jax.targets", "dspark_jax.drafters"),
     ("dspark_jax.interop",),
     ("dspark_jax.drafters.load",),

@@ -1,6 +1,5 @@
 """Sampling: rows, probabilities and draws against a sort-based float64 reference."""
 
-import functools
 import re
 
 import hypothesis
@@ -229,38 +228,6 @@ def test_rows_without_a_distribution_are_found(shape):
     assert has_distribution(jnp.asarray(logits)).all()
     logits[..., 0] = -np.inf
     assert not has_distribution(jnp.asarray(logits)).any()
-
-
-def test_draft_rows_that_are_not_finite_become_point_masses():
-    logits = np.random.default_rng(4).normal(size=(B, V)).astype(np.float32)
-    logits[0, 3] = np.nan
-    logits[1, 3] = np.inf
-    logits[2] = -np.inf
-    ids = jnp.arange(V, dtype=jnp.int32)[::-1] + 5
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def draw(rule, logits):
-        sampler = sampling.make_draft_sampler(
-            jax.random.split(jax.random.key(0), B),
-            jnp.arange(B, dtype=jnp.int32),
-            settings_of(B * [{"temperature": 1.0, **NEUTRAL}]),
-            draft_length=2,
-            rule=rule,
-        )
-        token, q, row = sampler.draw(1, logits, ids)
-        wide = jnp.broadcast_to(ids, logits.shape)
-        temperature = sampler.sampling.temperature
-        return token, q, sampling.probability(logits, wide, row, temperature)
-
-    for rule in ("token", "seeded"):
-        token, q, p = map(np.asarray, draw(rule, jnp.asarray(logits)))
-        assert ((token >= 5) & (token < 5 + V)).all()
-        np.testing.assert_array_equal(q[:3], 1)
-        np.testing.assert_array_equal(p[:3], np.asarray(ids)[None] == token[:3, None])
-        np.testing.assert_allclose(p[3:].sum(1), 1, atol=1e-6)
-        np.testing.assert_allclose(
-            q, p[np.asarray(ids)[None] == token[:, None]], rtol=1e-6
-        )
 
 
 def test_check_sampling_broadcasts():

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dspark_jax import paged_cache, sampling
+from dspark_jax import draft_sampler, paged_cache, sampling
 from dspark_jax.config import Speculation
 from dspark_jax.decoding import commit, prefill, verify, windows
 from dspark_jax.paged_cache import RowLayout
@@ -59,7 +59,7 @@ def speculative_step(
     length = options.draft_length or drafter.config.block_size
     anchor_at = state.lengths - 1
     anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)[:, 0]
-    sampler = sampling.make_draft_sampler(
+    sampler = draft_sampler.make_draft_sampler(
         state.key,
         anchor_at,
         settings,

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from dspark_jax import candidates, checks, kv_cache, layers
 from dspark_jax.config import DecoderConfig, DrafterConfig
+from dspark_jax.draft_sampler import DraftSampler
 from dspark_jax.drafters import backbone, confidence, markov
-from dspark_jax.sampling import DraftSampler
 from dspark_jax.types import Bound, Draft, Drafter, PyTree, Target
 
 

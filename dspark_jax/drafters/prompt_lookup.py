@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dspark_jax import config as config_lib
-from dspark_jax.sampling import DraftSampler
+from dspark_jax.draft_sampler import DraftSampler
 from dspark_jax.types import Bound, Draft, Drafter, PyTree, Row
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dspark_jax import sampling
+from dspark_jax import draft_sampler, sampling
 from dspark_jax.decoding import commit, round, verify
 from dspark_jax.drafters import dspark
 from dspark_jax.evaluation import round_costs, round_state
@@ -172,7 +172,7 @@ class _Builder:
             )
             state = state.replace(lengths=lengths)
             anchor, position = round_state.anchor(state)
-            sampler = sampling.make_draft_sampler(
+            sampler = draft_sampler.make_draft_sampler(
                 state.key,
                 position,
                 settings,

@@ -14,9 +14,10 @@ import pytest
 import dspark_jax
 from dspark_jax import noise, sampling, tensor_files
 from dspark_jax.decoding import verify
+from dspark_jax.draft_sampler import DraftSampler
 from dspark_jax.drafters import dspark
 from dspark_jax.drafters.load import load_drafter
-from dspark_jax.sampling import DraftSampler, Sampling
+from dspark_jax.sampling import Sampling
 from dspark_jax.targets.load import load_target
 
 CASES = (

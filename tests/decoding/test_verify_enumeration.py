@@ -16,8 +16,9 @@ import pytest
 from dspark_jax import noise, sampling
 from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig
 from dspark_jax.decoding import verify
+from dspark_jax.draft_sampler import DraftSampler
 from dspark_jax.drafters import dspark
-from dspark_jax.sampling import DraftSampler, Sampling
+from dspark_jax.sampling import Sampling
 from dspark_jax.targets import decoder
 from dspark_jax.types import Draft
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dspark_jax import sampling, testing
+from dspark_jax import draft_sampler, testing
 from dspark_jax.drafters import dspark
 from dspark_jax.sampling import Sampling
 
@@ -38,7 +38,7 @@ def propose(models, *, candidates=None, kept=None):
 
     @jax.jit
     def run(params, target_params, state):
-        sampler = sampling.make_draft_sampler(
+        sampler = draft_sampler.make_draft_sampler(
             jax.random.split(jax.random.key(0), B),
             position,
             Sampling(),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import dspark_jax
-from dspark_jax import sampling, testing
+from dspark_jax import draft_sampler, testing
 
 CAPACITY = 16
 
@@ -31,10 +31,10 @@ def propose():
         state = drafter.init_state(batch, CAPACITY)
         state = drafter.observe(params, state, stale, stale_positions, None)
         state = drafter.observe(params, state, history, positions, None)
-        sampler = sampling.make_draft_sampler(
+        sampler = draft_sampler.make_draft_sampler(
             jax.random.split(jax.random.key(0), batch),
             position,
-            sampling.Sampling(),
+            dspark_jax.Sampling(),
             draft_length=4,
             rule="token",
         )
