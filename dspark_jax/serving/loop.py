@@ -127,16 +127,19 @@ class StepLoop:
         requests = self.slots.decoding
         if not requests:
             return False
+        catch_ups = self._upkeep.due(requests, is_drafting=True)
         bucket, plan = self.planner.plan(
             self.step_number,
             [request._slot for request in requests],
             np.array([request._length for request in requests]),
             np.array([request._limit for request in requests]),
-            self._upkeep_seconds(self._upkeep.num_calls(requests)) / rounds,
+            self._upkeep_seconds(len(catch_ups)) / rounds,
         )
-        catch_ups = self._upkeep.due(requests, is_drafting=not bucket.is_plain)
+        if bucket.is_plain:
+            catch_ups = self._upkeep.due(requests, is_drafting=False)
         names = [bucket, CATCH_UP] if catch_ups else [bucket]
         is_known = self.runner.known_programs.issuperset(names)
+        is_priced = not catch_ups or self.runner.catch_up_seconds is not None
         started_at = self._before_dispatch(*names)
         for of_call in catch_ups:
             self.runner.catch_up(of_call)
@@ -151,7 +154,7 @@ class StepLoop:
             started_at=started_at,
             bucket=bucket,
             plan=plan,
-            is_timed=is_known,
+            is_timed=is_known and is_priced,
             upkeep_seconds=self._upkeep_seconds(len(catch_ups)),
         )
         if bucket.is_plain:
@@ -161,8 +164,8 @@ class StepLoop:
         return True
 
     def _upkeep_seconds(self, num_calls: int) -> float:
-        """Of so many catch-ups; nothing is known of them before `warm_up`."""
-        return num_calls * self.runner.catch_up_seconds
+        """Of so many catch-ups; 0 while nothing is known of them."""
+        return num_calls * (self.runner.catch_up_seconds or 0.0)
 
     def _reserve(self, advance: int) -> bool:
         """Gives all that decode pages for their next step; False: try again."""

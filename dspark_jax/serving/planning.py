@@ -94,7 +94,7 @@ class RoundPlanner:
         slots: Sequence[int],
         lengths: np.ndarray,
         limits: np.ndarray,
-        catch_up_seconds: float = 0.0,
+        upkeep_seconds: float = 0.0,
     ) -> tuple[Bucket, RoundPlan]:
         """The bucket of this step and its budget.
 
@@ -102,7 +102,7 @@ class RoundPlanner:
           step: its number.
           slots: of the requests that take part.
           lengths, limits: int [B], known tokens (of steps that were read) and limits.
-          catch_up_seconds: that drafting costs beside its rounds (`upkeep`), a round.
+          upkeep_seconds: what catch-ups add to each drafting round of this step.
         """
         rows = len(slots)
         requests = self._grid.requests_for(rows)
@@ -120,9 +120,9 @@ class RoundPlanner:
             seconds = float(self._costs.seconds(requests, full.tokens, context))
             return full, RoundPlan(whole, seconds, context)
         bucket, choice = self._metered(
-            step, slots, requests, full, context, limits - lengths, catch_up_seconds
+            step, slots, requests, full, context, limits - lengths, upkeep_seconds
         )
-        seconds = choice.seconds - choice.is_drafting * catch_up_seconds
+        seconds = choice.seconds - choice.is_drafting * upkeep_seconds
         return bucket, RoundPlan(choice.num_drafts, seconds, context)
 
     def observe(self, bucket: Bucket, context_tokens: int, seconds: float) -> None:
@@ -150,7 +150,7 @@ class RoundPlanner:
         full: Bucket,
         context: int,
         remaining: np.ndarray,
-        catch_up_seconds: float,
+        upkeep_seconds: float,
     ) -> tuple[Bucket, Budget]:
         assert self._relay is not None
         assert self._costs is not None
@@ -165,7 +165,7 @@ class RoundPlanner:
             self._relay.read(step, slots),
             step=step,
             buckets=sizes,
-            seconds=seconds + catch_up_seconds,
+            seconds=seconds + upkeep_seconds,
             plain_seconds=(
                 self._costs.plain_seconds(requests, context) if has_plain else None
             ),

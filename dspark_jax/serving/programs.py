@@ -84,11 +84,11 @@ def speculative_rounds(
 def plain_rounds(
     params: Params,
     slots: SlotState,
-    deferred: Float[Array, "S D MD"] | None,
+    deferred: Float[Array, "S depth MD"] | None,
     control: Int[Array, "R X"],
     *,
     spec: StepSpec,
-) -> tuple[SlotState, Float[Array, "S D MD"] | None, Int[Array, "n R Y"]]:
+) -> tuple[SlotState, Float[Array, "S depth MD"] | None, Int[Array, "n R Y"]]:
     """One token a request without drafting; `slots` and `deferred` are donated.
 
     Where there is a drafter, its context is left behind: `deferred` keeps what it must
@@ -134,7 +134,7 @@ def catch_up(
     drafter_params: PyTree,
     draft_pool: PagePool,
     known: KnownTokens,
-    deferred: Float[Array, "S D MD"],
+    deferred: Float[Array, "S depth MD"],
     control: Int[Array, "N X"],
     *,
     spec: StepSpec,
@@ -167,7 +167,7 @@ def catch_up(
         context,
         known.tokens[row, positions][None],
         positions[None],
-        deferred[row, positions % depth][None],
+        deferred[row, positions % depth][None] if drafter.config.tap_layers else None,
     )
     return context.pool
 

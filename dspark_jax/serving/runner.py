@@ -60,7 +60,8 @@ class StepRunner:
         self._config = config
         self._state: Any = None
         self._deferred: Any = None  # taps that `catch_up` has yet to show the drafter
-        self.catch_up_seconds = 0.0  # of a call; `warm_up` measures it
+        # Of a call; None until `warm_up` measures it.
+        self.catch_up_seconds: float | None = None
         self.known_programs: set[ProgramName] = set()  # those that have run
         self._compiled: set[ProgramName] = set()
         self.reset()

@@ -37,9 +37,9 @@ class SlotState(flax.struct.PyTreeNode):
 class KnownTokens(NamedTuple):
     """The texts of all slots: the fields of `SlotState` of these names."""
 
-    tokens: jax.Array
-    lengths: jax.Array
-    finish: jax.Array
+    tokens: jax.Array  # int32 [S, C]
+    lengths: jax.Array  # int32 [S]
+    finish: jax.Array  # int32 [S]
 
 
 def make_state(
@@ -74,21 +74,21 @@ def make_state(
 
 def make_deferred(
     spec: StepSpec, target_params: PyTree, num_slots: int, depth: int
-) -> Float[Array, "S D MD"]:
-    """Empty places for the taps of each slot's last `depth` tokens: p lies at p % D.
+) -> Float[Array, "S depth MD"]:
+    """Empty places for the taps of each slot's last `depth` tokens.
 
-    Not a part of `SlotState`: only programs that touch them depend on their shape.
+    Those of position p lie at p % depth; of a drafter without taps nothing does. Not a
+    part of `SlotState`: only programs that touch them depend on their shape.
     """
-    drafter = spec.drafter
-    assert drafter is not None
+    assert spec.drafter is not None
+    tap_layers = spec.drafter.config.tap_layers
+    if not tap_layers:
+        return jnp.zeros((num_slots, depth, 0), jnp.float32)
 
-    def taps(params: PyTree) -> jax.Array:
+    def taps(params: PyTree) -> jax.Array | None:
         row = jnp.zeros((1, 1), jnp.int32)
         cache = spec.target.init_cache(1, 8)
-        tap_layers = drafter.config.tap_layers
-        found = spec.target.forward(params, row, row, cache, tap_layers=tap_layers)[1]
-        assert found is not None
-        return found
+        return spec.target.forward(params, row, row, cache, tap_layers=tap_layers)[1]
 
     like = jax.eval_shape(taps, target_params)
     return jnp.zeros((num_slots, depth, like.shape[-1]), like.dtype)

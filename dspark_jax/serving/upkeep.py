@@ -35,12 +35,6 @@ class Upkeep:
         self._depth = config.deferred_depth
         self._rows = config.catch_up_rows
 
-    def num_calls(self, requests: Sequence[RequestHandle]) -> int:
-        """Catch-ups that a drafting round of `requests` needs first."""
-        if not self._defers:
-            return 0
-        return -(-sum(r._num_deferred for r in requests) // self._rows)
-
     def due(
         self, requests: Sequence[RequestHandle], *, is_drafting: bool
     ) -> list[list[RequestHandle]]:
