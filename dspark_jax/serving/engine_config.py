@@ -46,9 +46,9 @@ class EngineConfig:
       probe_every: after a step without drafts, every Nth one drafts all the same, so
         that there is a way back.
       max_deferred: tokens of a request that plain steps of "compact" may leave out of
-        the drafter's context until drafting begins again (`serving.upkeep`). At least
-        `probe_every` of them let no step but a draft pay for that. Their layers'
-        outputs are kept: num_slots * max_deferred * tapped layers * width numbers.
+        the drafter's context until drafting begins again (`serving.upkeep`). From
+        `probe_every` * `rounds_per_step` on, only steps that draft pay for that. Their
+        taps are kept: num_slots * max_deferred * tapped layers * width numbers.
       margin: what a budget must gain over full windows to be taken (a share).
       max_waiting: requests that may wait; None: any number.
     """
@@ -138,15 +138,15 @@ class EngineConfig:
 
     @property
     def deferred_depth(self) -> int:
-        """Tokens of a request that may wait: at least those of one call."""
+        """Tokens of a request that may be deferred: at least those of one step."""
         return max(self.max_deferred, self.rounds_per_step)
 
     @property
     def catch_up_rows(self) -> int:
         """Tokens of all requests that a catch-up shows the drafter at once.
 
-        A few of every request, so that the weights are read seldom; not all that may
-        wait, because padding costs as much as tokens.
+        A few of every request, so that the weights are read seldom; not all that may be
+        deferred, because padding costs as much as tokens.
         """
         depth = self.deferred_depth
         return min(self.num_slots * depth, max(4 * self.num_slots, depth))

@@ -13,8 +13,7 @@ round, oldest first, step after step until none is left. Two things bound that.
 """
 
 from dspark_jax.serving.engine_config import EngineConfig
-from dspark_jax.serving.requests import DECODING, PREFILLING, RequestHandle
-from dspark_jax.serving.runner import Piece
+from dspark_jax.serving.requests import DECODING, PREFILLING, Piece, RequestHandle
 from dspark_jax.serving.slots import SlotTable
 
 _MANY = 8  # times as many: for these, a step with room left is put off

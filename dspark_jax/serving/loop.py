@@ -17,9 +17,9 @@ from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.feeding import Feeder
 from dspark_jax.serving.metrics import Recorder
 from dspark_jax.serving.planning import RoundPlanner
-from dspark_jax.serving.requests import DECODING, RequestHandle
+from dspark_jax.serving.requests import DECODING, Piece, RequestHandle
 from dspark_jax.serving.results import DispatchedStep
-from dspark_jax.serving.runner import CATCH_UP, Piece, ProgramName, StepRunner
+from dspark_jax.serving.runner import CATCH_UP, ProgramName, StepRunner
 from dspark_jax.serving.slots import SlotTable
 from dspark_jax.serving.upkeep import Upkeep
 from dspark_jax.types import FINISH_REASONS, RUNNING

@@ -1,6 +1,7 @@
 """A request: what was asked, where it stands, and the handle its owner holds."""
 
 import collections
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -121,6 +122,16 @@ class RequestHandle:
     def _feed_length(self) -> int:
         """Positions to feed before decoding: all, or all but the anchor on a resume."""
         return len(self._prompt) if not self.tokens else self._length - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A piece of a prompt: `count` tokens from position `first` on."""
+
+    request: RequestHandle
+    first: int
+    count: int
+    draws: bool  # the prompt ends here, and the next token is drawn
 
 
 class Queue:

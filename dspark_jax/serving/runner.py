@@ -18,22 +18,12 @@ import numpy as np
 from dspark_jax.serving import programs, slot_state
 from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.engine_config import EngineConfig
-from dspark_jax.serving.requests import RequestHandle
+from dspark_jax.serving.requests import Piece, RequestHandle
 from dspark_jax.serving.step_spec import Params, StepSpec
 
 # What a program is known by: a bucket, a number of pieces, or this.
 CATCH_UP = "catch up"
 ProgramName = Bucket | int | str
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A piece of a prompt: `count` tokens from position `first` on."""
-
-    request: RequestHandle
-    first: int
-    count: int
-    draws: bool  # the prompt ends here, and the next token is drawn
 
 
 class StepRunner:
@@ -95,7 +85,7 @@ class StepRunner:
         """Compiles what `compile_programs` did not yet, and runs all on padding."""
         compile_programs([(self, buckets)])
         for size in self._config.prefill_sizes:
-            result = self._prefill(self._no_pieces(size))
+            result = self._prefill(self._padding(size))
         for bucket in buckets:
             result = self.round(bucket, [], 0)
         result.block_until_ready()
@@ -104,7 +94,7 @@ class StepRunner:
 
     def prefill(self, pieces: Sequence[Piece]) -> jax.Array:
         """Feeds pieces of prompts; row i of the result is piece i's."""
-        control = self._no_pieces(self.prefill_size(len(pieces)))
+        control = self._padding(self.prefill_size(len(pieces)))
         for row, piece in zip(control, pieces, strict=False):
             self._fill(row, piece)
         return self._prefill(control)
@@ -114,10 +104,7 @@ class StepRunner:
         return next(n for n in self._config.prefill_sizes if n >= num_pieces)
 
     def _prefill(self, control: np.ndarray) -> jax.Array:
-        self._state, result = programs.prefill_chunk(
-            self._params, self._state, control, spec=self._prefill_spec
-        )
-        self.known_programs.add(len(control))
+        self._state, result = self._run(len(control), control)
         result.copy_to_host_async()
         return result
 
@@ -126,8 +113,7 @@ class StepRunner:
     ) -> jax.Array:
         """A round (or several) of `requests`, verifying at most `num_drafts` drafts."""
         columns = self.spec.round_control
-        control = np.full((bucket.requests, columns.width), -1, np.int32)
-        control[:, columns.at("slot")] = self._config.num_slots
+        control = self._padding(bucket)
         control[:, columns.at("num_drafts")] = num_drafts
         table = columns.at("table").start
         for row, request in zip(control, requests, strict=False):
@@ -138,7 +124,7 @@ class StepRunner:
     def catch_up(self, requests: Sequence[RequestHandle]) -> None:
         """Shows the drafter what plain rounds fed of these; packed they must fit."""
         columns = self.spec.catch_up_control
-        control = self._no_catch_up()
+        control = self._padding(CATCH_UP)
         table = columns.at("table").start
         for row, request in zip(control, requests, strict=False):
             row[columns.at("slot")] = request._slot
@@ -178,7 +164,7 @@ class StepRunner:
 
     def _measure_catch_up(self, num_calls: int = 4, repeats: int = 3) -> None:
         """Times it on padding, which costs what words do; it has been compiled."""
-        control = self._no_catch_up()
+        control = self._padding(CATCH_UP)
         seconds = []
         for _ in range(repeats):
             self._catch_up(control)  # leads in
@@ -191,80 +177,72 @@ class StepRunner:
         self.catch_up_seconds = min(seconds)
 
     def _catch_up(self, control: np.ndarray) -> None:
-        called = self._catch_up_program(control)
-        pool = called.function(*called.arguments, **called.static)
-        self._state = self._state.replace(draft_pool=pool)
-        self.known_programs.add(CATCH_UP)
-
-    def _catch_up_program(self, control: np.ndarray) -> "_Program":
-        state = self._state
-        known = slot_state.KnownTokens(state.tokens, state.lengths, state.finish)
-        return _Program(
-            programs.catch_up,
-            (self._params.drafter, state.draft_pool, known, self._deferred, control),
-            {"spec": self._prefill_spec, "num_rows": self._config.catch_up_rows},
-        )
-
-    def _no_catch_up(self) -> np.ndarray:
-        columns, num_slots = self.spec.catch_up_control, self._config.num_slots
-        control = np.full((num_slots, columns.width), -1, np.int32)
-        control[:, columns.at("slot")] = num_slots
-        control[:, columns.at("count")] = 0
-        return control
+        self._state = self._state.replace(draft_pool=self._run(CATCH_UP, control))
 
     def _round(self, bucket: Bucket, control: np.ndarray) -> jax.Array:
         if bucket.is_plain:
-            self._state, self._deferred, result = programs.plain_rounds(
-                self._params,
-                self._state,
-                self._deferred,
-                control,
-                spec=self._plain_spec,
-            )
+            self._state, self._deferred, result = self._run(bucket, control)
         else:
-            self._state, result = programs.speculative_rounds(
-                self._params,
-                self._state,
-                control,
-                spec=self._round_spec(bucket),
-                num_rows=bucket.tokens,
-            )
-        self.known_programs.add(bucket)
+            self._state, result = self._run(bucket, control)
         result.copy_to_host_async()
         return result
 
-    def _no_pieces(self, size: int) -> np.ndarray:
-        columns = self.spec.prefill_control
-        control = np.zeros((size, columns.width), np.int32)
+    def _run(self, name: ProgramName, control: np.ndarray) -> Any:
+        called = self._program(name, control)
+        try:
+            returned = called.function(*called.arguments, **called.static)
+        finally:
+            del called  # an error's traceback would hold the state that `reset` frees
+        self.known_programs.add(name)
+        return returned
+
+    def _program(self, name: ProgramName, control: np.ndarray) -> "_Program":
+        """A program with its arguments."""
+        params, state, deferred = self._params, self._state, self._deferred
+        if isinstance(name, str):
+            known = slot_state.KnownTokens(state.tokens, state.lengths, state.finish)
+            return _Program(
+                programs.catch_up,
+                (params.drafter, state.draft_pool, known, deferred, control),
+                {"spec": self._prefill_spec, "num_rows": self._config.catch_up_rows},
+            )
+        if isinstance(name, int):
+            return _Program(
+                programs.prefill_chunk,
+                (params, state, control),
+                {"spec": self._prefill_spec},
+            )
+        if name.is_plain:
+            return _Program(
+                programs.plain_rounds,
+                (params, state, deferred, control),
+                {"spec": self._plain_spec},
+            )
+        return _Program(
+            programs.speculative_rounds,
+            (params, state, control),
+            {"spec": self._round_spec(name), "num_rows": name.tokens},
+        )
+
+    def _padding(self, name: ProgramName) -> np.ndarray:
+        """The control of a program in which nobody takes part."""
+        if isinstance(name, int):
+            columns = self.spec.prefill_control
+            control = np.zeros((name, columns.width), np.int32)
+            control[:, columns.at("length")] = 1
+        else:
+            if isinstance(name, str):
+                columns, rows = self.spec.catch_up_control, self._config.num_slots
+            else:
+                columns, rows = self.spec.round_control, name.requests
+            control = np.full((rows, columns.width), -1, np.int32)
         control[:, columns.at("slot")] = self._config.num_slots
-        control[:, columns.at("length")] = 1
         return control
 
     def _round_spec(self, bucket: Bucket) -> StepSpec:
         """That of a speculative round: where all drafts fit, a budget cuts none."""
         holds_all = bucket.tokens == bucket.requests * (1 + self.spec.draft_length)
         return self._full_spec if holds_all else self.spec
-
-    def _program(self, program: ProgramName) -> "_Program":
-        """A program with arguments of its shapes."""
-        if isinstance(program, str):
-            return self._catch_up_program(self._no_catch_up())
-        of_all = self._params, self._state
-        if isinstance(program, int):
-            control = self._no_pieces(program)
-            static = {"spec": self._prefill_spec}
-            return _Program(programs.prefill_chunk, (*of_all, control), static)
-        columns = self.spec.round_control
-        control = np.zeros((program.requests, columns.width), np.int32)
-        if program.is_plain:
-            static = {"spec": self._plain_spec}
-            arguments = (*of_all, self._deferred, control)
-            return _Program(programs.plain_rounds, arguments, static)
-        return _Program(
-            programs.speculative_rounds,
-            (*of_all, control),
-            {"spec": self._round_spec(program), "num_rows": program.tokens},
-        )
 
     def _fill(self, row: np.ndarray, piece: Piece) -> None:
         columns, request = self.spec.prefill_control, piece.request
@@ -306,7 +284,7 @@ def compile_programs(
             for program in [*runner.own_programs, *buckets]:
                 if program in runner._compiled:
                     continue
-                called = runner._program(program)
+                called = runner._program(program, runner._padding(program))
                 if called.identity not in compiling:
                     # A lowered program's executable is the one that later calls find.
                     # Lowering holds Python; compiling goes on beside it.
