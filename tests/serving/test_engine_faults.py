@@ -1,6 +1,7 @@
 """Bad input and faults: a clear error each, and nothing lost."""
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -358,6 +359,28 @@ def test_a_prompt_whose_feeding_fails_again_is_given_up(
     assert not waiting.is_done
     engine.run()
     asked[1].check(waiting)
+
+
+def test_a_failed_call_lets_go_of_the_old_state(make_engine, asked, monkeypatch):
+    """A device that is full must have it back before the new one is made."""
+
+    def fill_up(*args, **kwargs):
+        del args, kwargs
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    engine = make_engine("compact", **COMPACT)
+    old = weakref.ref(engine._loop.runner._state.target_pool.keys[0])
+    kept, make_state = [], slot_state.make_state
+    monkeypatch.setattr(programs, "prefill_chunk", fill_up)
+    monkeypatch.setattr(
+        slot_state,
+        "make_state",
+        lambda *args: (kept.append(old()), make_state(*args))[1],
+    )
+    asked[0].submit(engine)
+    with pytest.raises(EngineError, match="the engine is usable: RESOURCE_EXHAUSTED"):
+        engine.run()
+    assert kept == [None]
 
 
 @pytest.mark.parametrize("call", ["warm_up", "measure"])
