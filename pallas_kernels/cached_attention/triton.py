@@ -45,7 +45,9 @@ def default_config(
     """What the table says for these shapes."""
     units = runs.num_keys.shape[0] * keys.shape[1]
     capacity = keys.shape[2] * (1 if page_table is None else page_table.shape[1])
-    return tuning.triton(units, capacity)
+    return tuning.triton(
+        units, capacity, width=keys.shape[3], itemsize=keys.dtype.itemsize
+    )
 
 
 def attend(

@@ -156,14 +156,24 @@ def mosaic_gpu_is_faster(*, num_bytes: int, folded_rows: int) -> bool:
     return num_bytes >= FASTER_FROM_BYTES and folded_rows <= FASTER_UP_TO_ROWS
 
 
-def triton(units: int, capacity: int) -> TritonConfig:
+# Stages of a float32 kernel by head width: a tile of keys and values is twice as large.
+# Three of width 256 want 303 KB of shared memory, a multiprocessor of an H200 has 227.
+TRITON_FLOAT32_STAGES = {64: 3, 128: 2, 256: 1}
+
+
+def triton(units: int, capacity: int, *, width: int, itemsize: int) -> TritonConfig:
     """The setting for a shape class.
 
     Args:
       units: tiles of query rows times kv heads.
       capacity: keys that a request can have at most.
+      width: head width.
+      itemsize: bytes of a key's number.
     """
     if units >= 256:
-        return TritonConfig(num_parts=1 if capacity <= 2048 else 4, num_stages=4)
-    parts = max(min(264 // units, capacity // 256), 1)
-    return TritonConfig(num_parts=min(parts, 32))
+        parts, stages = 1 if capacity <= 2048 else 4, 4
+    else:
+        parts, stages = max(min(264 // units, capacity // 256), 1), 3
+    if itemsize > 2:
+        stages = TRITON_FLOAT32_STAGES[width]
+    return TritonConfig(num_parts=min(parts, 32), num_stages=stages)

@@ -86,12 +86,15 @@ def test_loads_share_engines_and_are_repeated_in_turns(run, calibration, monkeyp
     assert all(len(e["step_costs"]) > 0 for e in found["engines"])
     slots = [point["num_slots"] for point in found["points"]]
     assert slots == [5, 3, 3, 3, 2]
+    predicted = []
     for point in found["points"]:
         compact = point["modes"]["compact"]
         assert point["num_repeats"] == 2
         assert 0 < compact["host_share"] <= 1
-        steps = compact["metrics_of_last_trial"]["steps"]
-        assert any(step["predicted_mean_seconds"] for step in steps.values())
+        steps = compact["metrics_of_last_trial"]["steps"].values()
+        predicted += [step["predicted_mean_seconds"] for step in steps]
+    # Few steps a load; one that waited for other work of the machine is not timed.
+    assert any(predicted)
 
 
 def test_a_model_of_files_under_arrivals(run, target, drafters, prompt_file):
