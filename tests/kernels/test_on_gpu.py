@@ -9,19 +9,23 @@ from pallas_kernels import bench_anchor, bench_check, cases
 pytestmark = pytest.mark.gpu
 
 
+CACHED = (*cases.SMALL, *cases.FLOAT32)
+
+
 @pytest.mark.parametrize("name", ["xla", "mosaic_gpu", "triton"])
-def test_equals_the_definition(name):
-    rows = list(
-        bench_check.checks(
-            [name], (*cases.SMALL, *cases.FLOAT32), time.monotonic() + 600
-        )
-    )
-    wrong = [row for row in rows if "error" in row or row.get("is_wrong")]
-    assert not wrong, wrong
+@pytest.mark.parametrize("case", CACHED, ids=lambda case: f"{case.kind} {case.name}")
+def test_equals_the_definition(case, name):
+    check(bench_check.checks([name], [case], time.monotonic() + 600))
 
 
 @pytest.mark.parametrize("name", ["xla", "cudnn", "mosaic_gpu"])
-def test_anchors_equal_the_definition(name):
-    rows = list(bench_anchor.checks([name], cases.ANCHOR_SMALL, time.monotonic() + 600))
+@pytest.mark.parametrize("case", cases.ANCHOR_SMALL, ids=lambda case: case.name)
+def test_anchors_equal_the_definition(case, name):
+    check(bench_anchor.checks([name], [case], time.monotonic() + 600))
+
+
+def check(rows):
+    rows = list(rows)
+    assert rows
     wrong = [row for row in rows if "error" in row or row.get("is_wrong")]
     assert not wrong, wrong
