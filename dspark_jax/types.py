@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 PyTree = Any
 
@@ -162,6 +163,13 @@ class DecodeState(flax.struct.PyTreeNode):
     @property
     def is_done(self) -> jax.Array:
         return self.finish != RUNNING
+
+    @property
+    def anchor(self) -> tuple[jax.Array, jax.Array]:
+        """Token and position of each anchor, int32 [B] both."""
+        position = self.lengths - 1
+        token = jnp.take_along_axis(self.tokens, position[:, None], axis=1)[:, 0]
+        return token, position
 
 
 class RoundInfo(NamedTuple):

@@ -18,7 +18,7 @@ from dspark_jax.serving.batching import buckets_of
 
 _METERED = ("compact", "cap-accept")
 _MEASURED_STEPS, _MEASURED_REPEATS = 4, 3
-_SIZES_OF_AN_ENGINE = 3  # numbers of requests: at most 9 shapes, 2 for prefill, 1 more
+_SIZES_OF_AN_ENGINE = 3  # numbers of requests: 9 programs, 2 for prefill, 1 to catch up
 _PREFILL_ROWS = 1024  # of the larger prefill program, at most
 
 

@@ -118,9 +118,8 @@ def continue_from(
     width = tokens.shape[1]
     offset = jnp.arange(width, dtype=jnp.int32)[None]
     is_new = offset < lengths[:, None]
-    anchor_at = state.lengths - 1
-    anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)
-    fed = jnp.concatenate([anchor, tokens.astype(jnp.int32)], axis=1)
+    anchor, anchor_at = state.anchor
+    fed = jnp.concatenate([anchor[:, None], tokens.astype(jnp.int32)], axis=1)
     hidden, cache, drafter_state = _feed(
         fed,
         anchor_at,

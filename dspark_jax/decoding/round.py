@@ -57,8 +57,7 @@ def speculative_step(
         the words are the same, and what the budget cost can be seen.
     """
     length = options.draft_length or drafter.config.block_size
-    anchor_at = state.lengths - 1
-    anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)[:, 0]
+    anchor, anchor_at = state.anchor
     sampler = draft_sampler.make_draft_sampler(
         state.key,
         anchor_at,
@@ -205,11 +204,13 @@ def tapped_step(
     A drafter's context lacks these tokens: `observe` must see them, here or later,
     before the drafter is asked again.
     """
-    anchor_at = state.lengths - 1
-    anchor = jnp.take_along_axis(state.tokens, anchor_at[:, None], axis=1)
-    positions = jnp.where(state.is_done, -1, anchor_at)[:, None]
+    anchor, anchor_at = state.anchor
     hidden, taps, cache = target.forward(
-        target_params, anchor, positions, state.target_cache, tap_layers=tap_layers
+        target_params,
+        anchor[:, None],
+        jnp.where(state.is_done, -1, anchor_at)[:, None],
+        state.target_cache,
+        tap_layers=tap_layers,
     )
     state = prefill.draw_first(
         state.replace(target_cache=cache),

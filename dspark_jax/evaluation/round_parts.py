@@ -136,7 +136,7 @@ class _Builder:
 
         def step(state, inputs):
             target_params, drafter_params = inputs
-            anchor, position = round_state.anchor(state)
+            anchor, position = state.anchor
             hidden, base_logits, _, drafter_state = dspark.block_logits(
                 self._config,
                 models.target,
@@ -171,7 +171,7 @@ class _Builder:
                 (state.lengths, hidden, base_logits)
             )
             state = state.replace(lengths=lengths)
-            anchor, position = round_state.anchor(state)
+            anchor, position = state.anchor
             sampler = draft_sampler.make_draft_sampler(
                 state.key,
                 position,

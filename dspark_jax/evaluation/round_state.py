@@ -83,13 +83,6 @@ def make_state(key: jax.Array, models: Models, setting: Setting) -> DecodeState:
     )
 
 
-def anchor(state: DecodeState) -> tuple[jax.Array, jax.Array]:
-    """Tokens and positions of the anchors, both [B]."""
-    position = state.lengths - 1
-    token = jnp.take_along_axis(state.tokens, position[:, None], axis=1)[:, 0]
-    return token, position
-
-
 def window(state: DecodeState, draft_length: int) -> tuple[jax.Array, jax.Array]:
     """Tokens and positions of a full window [B, W]; the words are the buffer's."""
     offset = jnp.arange(draft_length + 1, dtype=jnp.int32)[None]

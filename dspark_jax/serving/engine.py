@@ -1,10 +1,10 @@
 """The serving engine: a host loop that keeps one step ahead of the device.
 
 Every call of `Engine.step` admits requests, feeds their prompts, dispatches a round for
-all that decode, and then reads what the step before it did, while the
-device runs this one. The host therefore plans from what it knew a step ago: budgets
-come from confidences two rounds old, which is also what keeps them lossless; who gets
-the budget is decided inside the step, from the live draft.
+all that decode, and then reads what the step before it did, while the device runs this
+one. The host therefore plans from what it knew a step ago: budgets come from
+confidences two rounds old, which is also what keeps them lossless; who gets the budget
+is decided inside the step, from the live draft.
 """
 
 import time

@@ -17,6 +17,7 @@ import numpy as np
 
 from dspark_jax.serving import programs, slot_state
 from dspark_jax.serving.batching import Bucket
+from dspark_jax.serving.control import Columns
 from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.requests import Piece, RequestHandle
 from dspark_jax.serving.step_spec import Params, StepSpec
@@ -115,21 +116,16 @@ class StepRunner:
         columns = self.spec.round_control
         control = self._padding(bucket)
         control[:, columns.at("num_drafts")] = num_drafts
-        table = columns.at("table").start
-        for row, request in zip(control, requests, strict=False):
-            row[columns.at("slot")] = request._slot
-            row[table : table + len(request._pages)] = request._pages
+        _seat(control, columns, requests)
         return self._round(bucket, control)
 
     def catch_up(self, requests: Sequence[RequestHandle]) -> None:
         """Shows the drafter what plain rounds fed of these; packed they must fit."""
         columns = self.spec.catch_up_control
         control = self._padding(CATCH_UP)
-        table = columns.at("table").start
-        for row, request in zip(control, requests, strict=False):
-            row[columns.at("slot")] = request._slot
-            row[columns.at("count")] = request._num_deferred
-            row[table : table + len(request._pages)] = request._pages
+        counts = [request._num_deferred for request in requests]
+        control[: len(requests), columns.at("count").start] = counts
+        _seat(control, columns, requests)
         self._catch_up(control)
 
     def measure(self, bucket: Bucket, context_length: int, num_steps: int) -> float:
@@ -295,6 +291,16 @@ def compile_programs(
     for runner, buckets in chosen:
         runner._compiled.update(runner.own_programs, buckets)
     return len(compiling)
+
+
+def _seat(
+    control: np.ndarray, columns: Columns, requests: Sequence[RequestHandle]
+) -> None:
+    """Row i is of request i: its slot and its pages."""
+    slot, table = columns.at("slot").start, columns.at("table").start
+    for row, request in zip(control, requests, strict=False):
+        row[slot] = request._slot
+        row[table : table + len(request._pages)] = request._pages
 
 
 class _Program(NamedTuple):
