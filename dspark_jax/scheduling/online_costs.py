@@ -4,8 +4,9 @@ A table is measured once; clocks, neighbours and contexts change. `OnlineCosts` 
 for each kind of step, size and band of context, an exponential average of the logarithm
 of real over predicted seconds, and multiplies the table by it. A size that has not run
 takes the average over those that have, so that a table from a slower device makes
-nothing that is untried look good or bad; one that has not run for long drifts back to
-that average, so that a bad spell does not rule it out for ever.
+nothing that is untried look good or bad; one that ran a few times is still near it, and
+one that has not run for long drifts back, so that neither a slow first step nor a bad
+spell rules it out for ever.
 """
 
 import math
@@ -16,7 +17,7 @@ import numpy as np
 from dspark_jax.scheduling.costs import Costs
 
 WEIGHT = 0.05
-LARGEST = 4.0  # a step further off its average than this factor counts as this far
+LARGEST = 1.5  # a step further off its average than this factor counts as this far
 MEMORY = 1000  # steps after which 1/e of what a size told is left
 
 
@@ -81,7 +82,7 @@ class OnlineCosts:
         ratio = math.log(seconds / table)
         bands = self._seen.setdefault(_Size(requests, packed_tokens, is_drafting), {})
         self._num_updates += 1
-        average = bands.setdefault(_band(context_tokens), _Average())
+        average = bands.setdefault(_band(context_tokens), _Average(self._all.value))
         average.add(ratio, self.weight, self._num_updates)
         self._all.add(ratio, self.weight, self._num_updates)
 
@@ -103,8 +104,10 @@ class OnlineCosts:
             return math.exp(common)
         here = _band(context_tokens)
         average = bands[min(bands, key=lambda band: (abs(band - here), band))]
+        # As if all that it did not see had been as the others are.
+        seen = 1 - (1 - self.weight) ** average.count
         kept = math.exp((average.last - self._num_updates) / MEMORY)
-        return math.exp(common + kept * (average.value - common))
+        return math.exp(common + seen * kept * (average.value - common))
 
 
 class _Size(NamedTuple):
@@ -119,18 +122,17 @@ def _band(context_tokens: float) -> int:
 
 
 class _Average:
-    """Exponential average that its first value starts."""
+    """Exponential average; a plain mean of the first ones."""
 
-    def __init__(self):
-        self.value = 0.0
+    def __init__(self, guess: float = 0.0):
+        """None yet; the first one is held against `guess`."""
+        self.value = guess
+        self.count = 0
         self.last = 0  # the update that it saw last
-        self._count = 0
 
     def add(self, ratio: float, weight: float, update: int) -> None:
-        self._count += 1
+        self.count += 1
         self.last = update
-        if self._count > 1:  # one slow step must not move an average far
-            largest = math.log(LARGEST)
-            ratio = min(max(ratio, self.value - largest), self.value + largest)
-        share = max(weight, 1 / self._count)
-        self.value += share * (ratio - self.value)
+        largest = math.log(LARGEST)  # one slow step must not move an average far
+        ratio = min(max(ratio, self.value - largest), self.value + largest)
+        self.value += max(weight, 1 / self.count) * (ratio - self.value)

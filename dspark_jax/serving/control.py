@@ -4,6 +4,8 @@ Both sides name columns; floats travel as their bits.
 """
 
 import dataclasses
+import functools
+import itertools
 from typing import Any
 
 import jax
@@ -23,12 +25,15 @@ class Columns:
 
     def at(self, name: str) -> slice:
         """Where the columns of `name` are."""
-        start = 0
-        for other, width in self.widths:
-            if other == name:
-                return slice(start, start + width)
-            start += width
-        raise KeyError(name)
+        return self._places[name]
+
+    @functools.cached_property
+    def _places(self) -> dict[str, slice]:
+        ends = itertools.accumulate(width for _, width in self.widths)
+        return {
+            name: slice(end - width, end)
+            for (name, width), end in zip(self.widths, ends, strict=True)
+        }
 
     def of(self, array: Any, name: str) -> Any:
         """The columns of `name` [rows, width], of a numpy or a JAX array."""

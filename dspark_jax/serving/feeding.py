@@ -39,23 +39,22 @@ class Feeder:
         if not waiting:
             self._num_rounds_put_off = 0
             return []
-        num_decoding = len(self._slots.decoding)
-        if num_decoding and num_steps >= self._config.max_prefill_steps:
+        if num_steps >= self._config.max_prefill_steps and self._slots.decoding:
             return []
-        if self._is_put_off(waiting, num_decoding):
+        if self._is_put_off(waiting):
             self._num_rounds_put_off += self._config.rounds_per_step
             return []
         self._num_rounds_put_off = 0
         return self._take(waiting)
 
-    def _is_put_off(self, waiting: list[RequestHandle], num_decoding: int) -> bool:
+    def _is_put_off(self, waiting: list[RequestHandle]) -> bool:
         chunk = self._config.chunk
         num_pieces = sum(-(-(r._feed_length - r._num_fed) // chunk) for r in waiting)
         delay = self._num_rounds_put_off + self._config.rounds_per_step
         return (
             num_pieces < self._config.prefill_groups
-            and len(waiting) * _MANY <= num_decoding
             and delay <= self._config.max_prefill_delay
+            and len(waiting) * _MANY <= len(self._slots.decoding)
         )
 
     def _take(self, waiting: list[RequestHandle]) -> list[Piece]:

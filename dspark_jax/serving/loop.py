@@ -122,15 +122,14 @@ class StepLoop:
     def _dispatch_round(self) -> bool:
         """One round for all that decode, with pages for what they may add."""
         rounds, width = self._config.rounds_per_step, 1 + self._spec.draft_length
-        while not self._reserve(rounds * width):
-            pass
-        requests = self.slots.decoding
+        requests = self._reserve(rounds * width)
         if not requests:
             return False
+        slots = [request._slot for request in requests]
         catch_ups = self._upkeep.due(requests, is_drafting=True)
         bucket, plan = self.planner.plan(
             self.step_number,
-            [request._slot for request in requests],
+            slots,
             np.array([request._length for request in requests]),
             np.array([request._limit for request in requests]),
             self._upkeep_seconds(len(catch_ups)) / rounds,
@@ -142,12 +141,12 @@ class StepLoop:
         is_priced = not catch_ups or self.runner.catch_up_seconds is not None
         started_at = self._before_dispatch(*names)
         for of_call in catch_ups:
-            self.runner.catch_up(of_call)
-            self.recorder.num_caught_up += self._upkeep.count_caught_up(of_call)
-            self.recorder.num_catch_ups += 1
+            self._catch_up(of_call)
         step = DispatchedStep(
             number=self.step_number,
-            result=self.runner.round(bucket, requests, plan.num_drafts),
+            result=self.runner.round(
+                bucket, slots, self.slots.tables(slots), plan.num_drafts
+            ),
             rows=list(enumerate(requests)),
             most_ahead=rounds * (1 if bucket.is_plain else width),
             least_ahead=rounds,
@@ -163,15 +162,24 @@ class StepLoop:
         self.in_flight.append(step)
         return True
 
+    def _catch_up(self, requests: list[RequestHandle]) -> None:
+        """Shows the drafter what plain rounds fed of these, in one call."""
+        slots = [request._slot for request in requests]
+        counts = [request._num_deferred for request in requests]
+        self.runner.catch_up(slots, self.slots.tables(slots), counts)
+        self.recorder.num_caught_up += self._upkeep.count_caught_up(requests)
+        self.recorder.num_catch_ups += 1
+
     def _upkeep_seconds(self, num_calls: int) -> float:
         """Of so many catch-ups; 0 while nothing is known of them."""
         return num_calls * (self.runner.catch_up_seconds or 0.0)
 
-    def _reserve(self, advance: int) -> bool:
-        """Gives all that decode pages for their next step; False: try again."""
-        for request in self.slots.decoding:
-            if self.slots.reserve(request, advance):
-                continue
+    def _reserve(self, advance: int) -> list[RequestHandle]:
+        """All that decode, each with pages for its next step."""
+        while True:
+            requests = self.slots.decoding
+            if all(self.slots.reserve(request, advance) for request in requests):
+                return requests
             # What steps under way have said must be known before a request is fed
             # again: a round must never be drawn twice with the same noise.
             if self.in_flight:
@@ -179,8 +187,6 @@ class StepLoop:
             else:
                 self.slots.preempt(self.slots.running[-1])
                 self.recorder.num_preemptions += 1
-            return False
-        return True
 
     def _before_dispatch(self, *names: ProgramName) -> float:
         if not self.runner.known_programs.issuperset(names):  # one is to be compiled

@@ -19,7 +19,7 @@ from dspark_jax.serving import programs, slot_state
 from dspark_jax.serving.batching import Bucket
 from dspark_jax.serving.control import Columns
 from dspark_jax.serving.engine_config import EngineConfig
-from dspark_jax.serving.requests import Piece, RequestHandle
+from dspark_jax.serving.requests import Piece
 from dspark_jax.serving.step_spec import Params, StepSpec
 
 # What a program is known by: a bucket, a number of pieces, or this.
@@ -87,8 +87,9 @@ class StepRunner:
         compile_programs([(self, buckets)])
         for size in self._config.prefill_sizes:
             result = self._prefill(self._padding(size))
+        nobody = np.empty((0, self.spec.pages_per_slot), np.int32)
         for bucket in buckets:
-            result = self.round(bucket, [], 0)
+            result = self.round(bucket, [], nobody, 0)
         result.block_until_ready()
         if self.defers:
             self._measure_catch_up()
@@ -110,22 +111,28 @@ class StepRunner:
         return result
 
     def round(
-        self, bucket: Bucket, requests: Sequence[RequestHandle], num_drafts: int
+        self, bucket: Bucket, slots: Sequence[int], tables: np.ndarray, num_drafts: int
     ) -> jax.Array:
-        """A round (or several) of `requests`, verifying at most `num_drafts` drafts."""
+        """A round (or several) of the requests in `slots`; row i of the result is one's.
+
+        Args:
+          tables: int32 [n, pages_per_slot], their pages.
+          num_drafts: verified at most, of all together.
+        """
         columns = self.spec.round_control
         control = self._padding(bucket)
         control[:, columns.at("num_drafts")] = num_drafts
-        _seat(control, columns, requests)
+        _seat(control, columns, slots, tables)
         return self._round(bucket, control)
 
-    def catch_up(self, requests: Sequence[RequestHandle]) -> None:
-        """Shows the drafter what plain rounds fed of these; packed they must fit."""
+    def catch_up(
+        self, slots: Sequence[int], tables: np.ndarray, counts: Sequence[int]
+    ) -> None:
+        """Shows the drafter the last `counts` tokens of these, which packed must fit."""
         columns = self.spec.catch_up_control
         control = self._padding(CATCH_UP)
-        counts = [request._num_deferred for request in requests]
-        control[: len(requests), columns.at("count").start] = counts
-        _seat(control, columns, requests)
+        control[: len(slots), columns.at("count").start] = counts
+        _seat(control, columns, slots, tables)
         self._catch_up(control)
 
     def measure(self, bucket: Bucket, context_length: int, num_steps: int) -> float:
@@ -294,13 +301,11 @@ def compile_programs(
 
 
 def _seat(
-    control: np.ndarray, columns: Columns, requests: Sequence[RequestHandle]
+    control: np.ndarray, columns: Columns, slots: Sequence[int], tables: np.ndarray
 ) -> None:
-    """Row i is of request i: its slot and its pages."""
-    slot, table = columns.at("slot").start, columns.at("table").start
-    for row, request in zip(control, requests, strict=False):
-        row[slot] = request._slot
-        row[table : table + len(request._pages)] = request._pages
+    """Row i is of the request in slot i, with its pages."""
+    control[: len(slots), columns.at("slot").start] = slots
+    control[: len(slots), columns.at("table")] = tables
 
 
 class _Program(NamedTuple):

@@ -2,7 +2,16 @@
 
 Requests run in the order they came. Pages are given out as texts grow; when there are
 none left, the youngest request that runs goes back to wait, with all it has said.
+
+With a small model and many slots a step is over before a Python loop over requests: so
+what a turn asks for several times (the order, the page tables, what all may still grow
+by) is kept up to date here, change by change.
 """
+
+import bisect
+from collections.abc import Sequence
+
+import numpy as np
 
 from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.pages import PageAllocator
@@ -23,22 +32,23 @@ class SlotTable:
 
     def __init__(self, config: EngineConfig):
         self._page_size = config.page_size
-        self._slots: list[RequestHandle | None] = [None] * config.num_slots
+        self._is_taken = [False] * config.num_slots
+        self._tables = np.full((config.num_slots, config.pages_per_slot), -1, np.int32)
+        self._running: list[RequestHandle] = []  # oldest first
+        self._num_growing = 0  # requests that run and may still need pages
+        self._growth = 0  # how many, all of them together
         self.pages = PageAllocator(config.total_pages)
         self.queue = Queue()
 
     @property
     def running(self) -> list[RequestHandle]:
         """Requests with a slot, oldest first."""
-        return sorted(
-            (request for request in self._slots if request is not None),
-            key=lambda request: request.request_id,
-        )
+        return list(self._running)
 
     @property
     def prefilling(self) -> list[RequestHandle]:
         """Requests whose prompts are not fed yet, oldest first."""
-        return [r for r in self.running if r._status == PREFILLING]
+        return [r for r in self._running if r._status == PREFILLING]
 
     @property
     def decoding(self) -> list[RequestHandle]:
@@ -48,25 +58,32 @@ class SlotTable:
         """
         return [
             r
-            for r in self.running
+            for r in self._running
             if r._status == DECODING and r._length + r._least_ahead < r._limit
         ]
 
     def admit(self) -> list[int]:
         """Gives slots and pages to waiting requests; returns the slots."""
         admitted = []
-        while (request := self.queue.first()) is not None and None in self._slots:
+        while (request := self.queue.first()) is not None and not all(self._is_taken):
             needed = self._pages_for(request, request._feed_length + 1)
             if self.pages.num_free < needed + self._spare(request, needed):
                 break
-            slot = self._slots.index(None)
-            self._slots[slot] = self.queue.pop()
+            self.queue.pop()
+            slot = self._is_taken.index(False)
+            self._is_taken[slot] = True
             request._slot = slot
-            request._pages = self.pages.take(needed) or []
             request._status, request._num_fed = PREFILLING, 0
             request._num_deferred = 0  # feeding shows the drafter all
+            bisect.insort(self._running, request, key=lambda r: r.request_id)
+            self._count_growth(request, 1)
+            self._give(request, self.pages.take(needed) or [])
             admitted.append(slot)
         return admitted
+
+    def tables(self, slots: Sequence[int]) -> np.ndarray:
+        """The pages of these slots, int32 [n, pages_per_slot], -1 where there is none."""
+        return self._tables[np.asarray(slots, np.int64)]
 
     def reserve(self, request: RequestHandle, advance: int) -> bool:
         """Pages for what steps under way and `advance` more tokens may need."""
@@ -76,7 +93,7 @@ class SlotTable:
             pages = self.pages.take(missing)
             if pages is None:
                 return False
-            request._pages += pages
+            self._give(request, pages)
         return True
 
     def preempt(self, request: RequestHandle) -> None:
@@ -109,16 +126,31 @@ class SlotTable:
         4 that spares a third of the feeding, for 3 % more rounds; a quarter spares
         little more, for 10 %. With pages of 16 one for each is more than an eighth.)
         """
-        growths = [
-            self._pages_for(other, other._limit) - len(other._pages)
-            for other in self.running
-        ]
-        num_growing = sum(growth > 0 for growth in growths)
-        own = self._pages_for(newcomer, newcomer._limit) - needed
-        return max(num_growing, -(-(sum(growths) + own) // _SPARED))
+        own = self._growth_of(newcomer) - needed
+        return max(self._num_growing, -(-(self._growth + own) // _SPARED))
+
+    def _growth_of(self, request: RequestHandle) -> int:
+        """Pages that it may still need."""
+        return self._pages_for(request, request._limit) - len(request._pages)
+
+    def _count_growth(self, request: RequestHandle, sign: int) -> None:
+        """Counts a running request in, or out before its pages change."""
+        growth = self._growth_of(request)
+        self._num_growing += sign * (growth > 0)
+        self._growth += sign * growth
+
+    def _give(self, request: RequestHandle, pages: list[int]) -> None:
+        self._count_growth(request, -1)
+        first = len(request._pages)
+        self._tables[request._slot, first : first + len(pages)] = pages
+        request._pages += pages
+        self._count_growth(request, 1)
 
     def _release(self, request: RequestHandle) -> None:
         if request._slot >= 0:
-            self._slots[request._slot] = None
+            self._count_growth(request, -1)
+            self._running.remove(request)
+            self._is_taken[request._slot] = False
+            self._tables[request._slot] = -1
             self.pages.give_back(request._pages)
             request._slot = -1

@@ -37,17 +37,17 @@ class StepSpec:
         fields = dataclasses.fields(self)
         return hash(tuple(getattr(self, field.name) for field in fields))
 
-    @property
+    @functools.cached_property
     def round_control(self) -> Columns:
         """Of a round: who takes part, the drafts to verify in all, and the pages."""
         return Columns((("slot", 1), ("num_drafts", 1), ("table", self.pages_per_slot)))
 
-    @property
+    @functools.cached_property
     def catch_up_control(self) -> Columns:
         """Of a catch-up: how many of a slot's last tokens await it, and the pages."""
         return Columns((("slot", 1), ("count", 1), ("table", self.pages_per_slot)))
 
-    @property
+    @functools.cached_property
     def round_result(self) -> Columns:
         """Of a speculative round, a row a request."""
         length = self.draft_length
@@ -63,12 +63,12 @@ class StepSpec:
             )
         )
 
-    @property
+    @functools.cached_property
     def plain_result(self) -> Columns:
         """Of a plain round, or of the tokens drawn after a prompt."""
         return Columns((("num_committed", 1), ("finish", 1), ("tokens", 1)))
 
-    @property
+    @functools.cached_property
     def prefill_control(self) -> Columns:
         """A piece of a prompt, and the whole admission of its request."""
         return Columns(

@@ -40,8 +40,7 @@ def catch_up_all(engine):
     loop = engine._loop
     loop._collect(loop.step_number)
     for of_call in loop._upkeep.due(loop.slots.decoding, is_drafting=True):
-        loop.runner.catch_up(of_call)
-        loop._upkeep.count_caught_up(of_call)
+        loop._catch_up(of_call)
 
 
 def _reference(engine, known):

@@ -23,7 +23,7 @@ def test_compiles_for_hopper(dtype, width, paged, window, parts):
 
 @pytest.mark.parametrize(
     ("dtype", "width", "units"),
-    itertools.product(("bf16", "fp32"), (64, 128, 256), (8, 512)),
+    list(itertools.product(("bf16", "fp32"), (64, 128, 256), (8, 512))),
 )
 def test_settings_fit_shared_memory(dtype, width, units):
     """With most rows: three stages of float32 and width 256 did not."""

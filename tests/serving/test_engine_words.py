@@ -60,6 +60,13 @@ def check_bookkeeping(engine, handles):
     assert set(held).isdisjoint(table.pages._free)
     slots = [request._slot for request in table.running]
     assert len(slots) == len(set(slots)) <= engine.config.num_slots
+    ids = [request.request_id for request in table.running]
+    assert ids == sorted(ids)
+    for request, row in zip(table.running, table.tables(slots), strict=True):
+        assert row[row >= 0].tolist() == request._pages
+    growths = [table._growth_of(request) for request in table.running]
+    assert table._growth == sum(growths)
+    assert table._num_growing == np.count_nonzero(growths)
     alive = [handle for handle in handles if not handle.is_done]
     assert len(alive) == len(table.running) + len(table.queue)
 
