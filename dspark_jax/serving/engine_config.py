@@ -50,6 +50,7 @@ class EngineConfig:
         `probe_every` * `rounds_per_step` on, only steps that draft pay for that. Their
         taps are kept: num_slots * max_deferred * tapped layers * width numbers.
       margin: what a budget must gain over full windows to be taken (a share).
+      plain_margin: what drafting must gain over plain steps (`scheduling.budgets`).
       max_waiting: requests that may wait; None: any number.
     """
 
@@ -70,9 +71,10 @@ class EngineConfig:
     max_stop_tokens: int = 4
     rounds_per_step: int = 1
     dispatch_ahead: int = 1
-    probe_every: int = 32
-    max_deferred: int = 32
+    probe_every: int = 64
+    max_deferred: int = 64
     margin: float = budgets.MARGIN
+    plain_margin: float = budgets.PLAIN_MARGIN
     max_waiting: int | None = None
 
     def __post_init__(self):
@@ -109,8 +111,11 @@ class EngineConfig:
             )
         if self.page_size & (self.page_size - 1):
             raise ValueError(f"page_size must be a power of two, got {self.page_size}")
-        if not 0 <= self.margin < 1:
-            raise ValueError(f"margin must lie in [0, 1), got {self.margin}")
+        for name in ("margin", "plain_margin"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must lie in [0, 1), got {getattr(self, name)}"
+                )
         for field in self.sampling_fields:
             if field not in SAMPLING_FIELDS:
                 raise ValueError(

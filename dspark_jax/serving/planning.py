@@ -170,6 +170,7 @@ class RoundPlanner:
                 self._costs.plain_seconds(requests, context) if has_plain else None
             ),
             margin=self._config.margin,
+            plain_margin=self._config.plain_margin,
             must_draft=self._since_draft >= self._config.probe_every,
             max_verify_length=np.clip(remaining - 1, 0, self._draft_length),
         )

@@ -113,7 +113,7 @@ class StepRunner:
     def round(
         self, bucket: Bucket, slots: Sequence[int], tables: np.ndarray, num_drafts: int
     ) -> jax.Array:
-        """A round (or several) of the requests in `slots`; row i of the result is one's.
+        """A round (or several) of the requests in `slots`, row by row.
 
         Args:
           tables: int32 [n, pages_per_slot], their pages.
@@ -128,7 +128,7 @@ class StepRunner:
     def catch_up(
         self, slots: Sequence[int], tables: np.ndarray, counts: Sequence[int]
     ) -> None:
-        """Shows the drafter the last `counts` tokens of these, which packed must fit."""
+        """Shows the drafter the last `counts` tokens of these; packed they must fit."""
         columns = self.spec.catch_up_control
         control = self._padding(CATCH_UP)
         control[: len(slots), columns.at("count").start] = counts

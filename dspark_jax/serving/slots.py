@@ -82,7 +82,7 @@ class SlotTable:
         return admitted
 
     def tables(self, slots: Sequence[int]) -> np.ndarray:
-        """The pages of these slots, int32 [n, pages_per_slot], -1 where there is none."""
+        """The pages of these slots, int32 [n, pages_per_slot]; -1: none there."""
         return self._tables[np.asarray(slots, np.int64)]
 
     def reserve(self, request: RequestHandle, advance: int) -> bool:

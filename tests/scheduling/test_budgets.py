@@ -64,7 +64,14 @@ def worlds(draw):
 @hypothesis.given(worlds(), st.none() | cost)
 def test_equal_to_brute_force_on_jagged_tables(world, plain_seconds):
     confidence, buckets, seconds = world
-    found = choose(confidence, buckets, seconds, plain_seconds=plain_seconds, margin=0)
+    found = choose(
+        confidence,
+        buckets,
+        seconds,
+        plain_seconds=plain_seconds,
+        margin=0,
+        plain_margin=0,
+    )
     wanted = brute_force(confidence, buckets, seconds, plain_seconds)
     assert found.throughput == pytest.approx(wanted, rel=1e-12)
     assert found.throughput == pytest.approx(
@@ -81,15 +88,26 @@ def test_equal_to_brute_force_on_jagged_tables(world, plain_seconds):
 
 
 @hypothesis.settings(max_examples=300)
-@hypothesis.given(worlds(), cost, st.floats(0, 0.5))
-def test_never_below_the_better_fixed_choice(world, plain_seconds, margin):
+@hypothesis.given(worlds(), cost, st.floats(0, 0.5), st.floats(0, 0.5))
+def test_never_below_a_fixed_choice(world, plain_seconds, margin, plain_margin):
     confidence, buckets, seconds = world
     found = choose(
-        confidence, buckets, seconds, plain_seconds=plain_seconds, margin=margin
+        confidence,
+        buckets,
+        seconds,
+        plain_seconds=plain_seconds,
+        margin=margin,
+        plain_margin=plain_margin,
     )
-    fixed = max(found.full_throughput, found.plain_throughput)
-    assert found.plain_throughput == len(confidence) / plain_seconds
-    assert found.throughput == fixed or found.throughput > fixed * (1 + margin)
+    plain, full = found.plain_throughput, found.full_throughput
+    assert plain == len(confidence) / plain_seconds
+    if found.is_drafting:
+        assert found.throughput > plain * (1 + plain_margin)
+        assert found.throughput == full or found.throughput > full * (1 + margin)
+    else:  # nothing that could have been chosen beats it by more than the margins
+        assert found.throughput == plain >= full / (1 + plain_margin)
+        best = brute_force(confidence, buckets, seconds, plain_seconds)
+        assert best <= plain * (1 + plain_margin) * (1 + margin)
 
 
 def test_one_request_on_an_idle_device_verifies_everything():
@@ -133,10 +151,24 @@ def test_small_gains_are_left():
     assert choose(confidence, sizes, seconds, margin=0.01).packed_tokens == 3
 
 
+def test_drafting_must_be_worth_its_power():
+    def is_drafting(plain_margin):
+        found = choose([[0.5]], [2], [1.4], plain_seconds=1.0, plain_margin=plain_margin)
+        return found.is_drafting  # 1.5 tokens in 1.4 s: 7 % more
+
+    assert is_drafting(0.05)
+    assert not is_drafting(0.08)
+
+
 def test_ties():
     def chosen(seconds, plain_seconds=None):
         return choose(
-            [[0.5, 0.0]], [1, 2, 3], seconds, plain_seconds=plain_seconds, margin=0
+            [[0.5, 0.0]],
+            [1, 2, 3],
+            seconds,
+            plain_seconds=plain_seconds,
+            margin=0,
+            plain_margin=0,
         )
 
     assert chosen([1.0, 1.5, 2.0]).packed_tokens == 1
@@ -188,6 +220,10 @@ def test_it_sees_past_confidences_only():
         ({"plain_seconds": 0.0}, "must be positive and finite"),
         ({"plain_seconds": float("inf")}, "must be positive and finite"),
         ({"margin": -0.1}, "`margin` must be finite and at least 0, got -0.1"),
+        (
+            {"plain_margin": float("inf")},
+            "`plain_margin` must be finite and at least 0, got inf",
+        ),
         ({"other_tokens": -1}, "`other_tokens` must be at least 0, got -1"),
         ({"max_verify_length": np.ones(2)}, r"shape \(B,\) = \(3,\), got \(2,\)"),
     ],

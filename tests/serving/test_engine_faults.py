@@ -89,6 +89,7 @@ BAD_CONFIGS = (
     ({"max_deferred": 0}, "max_deferred must be at least 1, got 0"),
     ({"max_prefill_delay": -1}, "max_prefill_delay must be at least 0, got -1"),
     ({"margin": 1.0}, r"margin must lie in \[0, 1\), got 1.0"),
+    ({"plain_margin": -1.0}, r"plain_margin must lie in \[0, 1\), got -1.0"),
     ({"dispatch_ahead": 2}, r"dispatch_ahead must be one of \(0, 1\), got 2"),
     ({"sampling_fields": ("warmth",)}, "sampling_fields must be among .* 'warmth'"),
     ({"sampling_fields": ("top_p",)}, "sampling_fields must have 'temperature'"),
