@@ -181,17 +181,17 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    from dspark_jax.evaluation import plots
+    from dspark_jax.evaluation import figures, speed_plots
 
     with failure.of_input():
         if arguments.plot is not None:
-            plots.check_installed()
+            figures.check_installed()
 
     from dspark_jax.commands import bench_serve
 
     result = bench_serve.measure(arguments)
     if arguments.plot is not None:
-        plots.throughput(arguments.plot, result["points"])
+        speed_plots.throughput(arguments.plot, result["points"])
     if arguments.json:
         print(json.dumps(result))  # noqa: T201
     else:

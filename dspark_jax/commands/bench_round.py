@@ -160,18 +160,18 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     variants = [_variant(text, arguments.candidates) for text in arguments.variants]
     cells = [_cell(text) for text in arguments.markov_cells]
-    from dspark_jax.evaluation import plots
+    from dspark_jax.evaluation import figures, speed_plots
 
     with failure.of_input():
         if arguments.plot is not None:
-            plots.check_installed()
+            figures.check_installed()
 
     from dspark_jax.commands import bench_round_output, bench_round_runs
 
     result = bench_round_runs.measure(arguments, variants, cells)
     if arguments.plot is not None:
         rows = bench_round_output.rows(result)
-        plots.roofline(arguments.plot, rows, result["ceiling"])
+        speed_plots.roofline(arguments.plot, rows, result["ceiling"])
     if arguments.json:
         print(json.dumps(result))  # noqa: T201
     else:

@@ -70,11 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
     _check(arguments)
-    from dspark_jax.evaluation import calibrate, plots, prompts
+    from dspark_jax.evaluation import calibrate, figures, plots, prompts
 
     with failure.of_input():
         if arguments.plot is not None:
-            plots.check_installed()
+            figures.check_installed()
         if arguments.corpus is not None:
             chosen = prompts.load_conversations(arguments.corpus)
         else:

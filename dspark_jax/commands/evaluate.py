@@ -116,12 +116,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
     _check(arguments)
-    from dspark_jax.evaluation import plots, prompts, provenance
+    from dspark_jax.evaluation import figures, prompts, provenance
     from dspark_jax.scheduling import calibration
 
     with failure.of_input():
         if arguments.plot:
-            plots.check_installed()
+            figures.check_installed()
         chosen = prompts.in_turns(prompts.load(arguments.prompts), arguments.limit)
         sts = None if arguments.sts is None else calibration.read(arguments.sts)
     if sts is not None:

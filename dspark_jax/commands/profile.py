@@ -111,10 +111,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
     buckets = _check(arguments)
     if arguments.plot is not None:
-        from dspark_jax.evaluation import plots
+        from dspark_jax.evaluation import figures, speed_plots
 
         with failure.of_input():
-            plots.check_installed()
+            figures.check_installed()
     source = arguments.drafter or options.default_drafter(arguments.target, "profile")
 
     from dspark_jax.commands import drafters, terminal
@@ -158,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.output is not None:
             cost_files.write(arguments.output, costs)
         if arguments.plot is not None:
-            plots.step_costs(arguments.plot, costs)
+            speed_plots.step_costs(arguments.plot, costs)
     if arguments.json:
         print(json.dumps(result))  # noqa: T201
     else:

@@ -165,9 +165,9 @@ def test_an_interrupted_run_keeps_what_it_has(
 
 
 def test_plots_without_matplotlib(run, options, tmp_path, monkeypatch):
-    from dspark_jax.evaluation import plots
+    from dspark_jax.evaluation import figures
 
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
     status, out, err = run(
         *options, "--drafter", "prompt-lookup", "--output", tmp_path, "--plot"
     )

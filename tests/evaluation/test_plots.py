@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_jax.evaluation import plots
+from dspark_jax.evaluation import figures, plots, speed_plots
 from dspark_jax.evaluation.acceptance import Acceptance, Window
 from dspark_jax.evaluation.reliability import Reliability
 from dspark_jax.scheduling import metrics
@@ -69,8 +69,12 @@ FIGURES = {
     "raw": lambda path: plots.reliability(path, [slot()] * 7 + [slot(0)]),
     "both": lambda path: plots.reliability(path, [slot()] * 2, [slot(50)] * 2),
     "nothing": lambda path: plots.reliability(path, [slot(0)]),
-    "costs": lambda path: plots.step_costs(path, Costs(drafting=grid(), plain=grid())),
-    "costs of drafts": lambda path: plots.step_costs(path, Costs(drafting=grid())),
+    "costs": lambda path: speed_plots.step_costs(
+        path, Costs(drafting=grid(), plain=grid())
+    ),
+    "costs of drafts": lambda path: speed_plots.step_costs(
+        path, Costs(drafting=grid())
+    ),
 }  # fmt: skip
 
 
@@ -87,7 +91,7 @@ def test_figures(tmp_path, name):
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'dspark-jax\[plots\]'"):
         plots.accepted_length(tmp_path / "figure.png", SERIES)
     assert not list(tmp_path.iterdir())
@@ -96,4 +100,4 @@ def test_without_matplotlib(tmp_path, monkeypatch):
 def test_costs_that_were_not_measured(tmp_path):
     curve = TokenCurve(packed_tokens=(1,), step_seconds=(1.0,), max_tokens=1)
     with pytest.raises(TypeError, match="must hold a Grid of steps, got TokenCurve"):
-        plots.step_costs(tmp_path / "figure.png", Costs(drafting=curve))
+        speed_plots.step_costs(tmp_path / "figure.png", Costs(drafting=curve))

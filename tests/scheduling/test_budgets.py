@@ -153,7 +153,9 @@ def test_small_gains_are_left():
 
 def test_drafting_must_be_worth_its_power():
     def is_drafting(plain_margin):
-        found = choose([[0.5]], [2], [1.4], plain_seconds=1.0, plain_margin=plain_margin)
+        found = choose(
+            [[0.5]], [2], [1.4], plain_seconds=1.0, plain_margin=plain_margin
+        )
         return found.is_drafting  # 1.5 tokens in 1.4 s: 7 % more
 
     assert is_drafting(0.05)
