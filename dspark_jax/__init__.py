@@ -7,6 +7,7 @@ changing its own distribution, in one pass as well.
 Everything public is a name below, and the submodules `testing` (check your own target),
 `training` (train a drafter), `evaluation` (judge it) and `serving` (many requests at
 once). A name is imported at its first use, so that `import dspark_jax` costs nothing.
+What `serving` is handed, cost tables above all, is made by the modules of `scheduling`.
 
 The dimension key of all comments, docstrings and annotations:
 
@@ -14,7 +15,8 @@ The dimension key of all comments, docstrings and annotations:
   W verify window = 1 + verify length · T packed tokens of a ragged batch
   V vocabulary · N support of a draft row · D model width · H query heads · G kv heads
   E head width · F feed-forward width · R Markov rank · M tapped target layers
-  A anchors per sequence · L layers · P prompt tokens · C capacity
+  A anchors per sequence, or blocks · L layers · C capacity · P prompt tokens, and in
+  caches the positions of a page · Q tokens of a later turn
 """
 
 import importlib

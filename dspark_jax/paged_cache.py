@@ -2,7 +2,7 @@
 
 Position p of a request lies in page `table[p // P]` at row p % P. A page is [G, P, E]:
 the rows of one head are contiguous, as in `kv_cache.DenseCache`, so that one attention
-kernel reads both. The pool is what a program donates; a `PagedCache` is the pool as N
+kernel reads both. The pool is what a program donates; a `PagedCache` is the pool as B
 requests see it, with the methods of a `DenseCache`.
 
 Windows of different lengths are packed: T rows of all requests, one after the other,
@@ -26,22 +26,22 @@ from pallas_kernels import pages as kernel_pages
 
 
 class RowLayout(flax.struct.PyTreeNode):
-    """Where the rows of N windows of up to W rows lie among T packed rows."""
+    """Where the rows of B windows of up to W rows lie among T packed rows."""
 
-    request: jax.Array  # int32 [T], 0..N-1; N = padding
+    request: jax.Array  # int32 [T], 0..B-1; B = padding
     offset: jax.Array  # int32 [T], row within its window
-    rows: jax.Array  # int32 [N, W], packed row of each row of a window; T = absent
+    rows: jax.Array  # int32 [B, W], packed row of each row of a window; T = absent
 
     def pack(self, dense: Array, fill: Any) -> Array:
-        """Rows [N, W, ...] as packed rows [T, ...]; padding is `fill`."""
+        """Rows [B, W, ...] as packed rows [T, ...]; padding is `fill`."""
         return dense.at[self.request, self.offset].get(mode="fill", fill_value=fill)
 
     def unpack(self, packed: Array, fill: Any) -> Array:
-        """Packed rows [T, ...] as rows [N, W, ...]; absent ones are `fill`."""
+        """Packed rows [T, ...] as rows [B, W, ...]; absent ones are `fill`."""
         return packed.at[self.rows].get(mode="fill", fill_value=fill)
 
 
-def make_layout(counts: Int[Array, "N"], num_rows: int, max_window: int) -> RowLayout:
+def make_layout(counts: Int[Array, "B"], num_rows: int, max_window: int) -> RowLayout:
     """The layout that packs counts[n] rows of every window, in order.
 
     Args:
@@ -86,23 +86,23 @@ class PagePool(flax.struct.PyTreeNode):
             implementation=like.implementation,
         )
 
-    def view(self, table: Int[Array, "N M"]) -> "PagedCache":
-        """The pool as the N requests with these page tables see it."""
+    def view(self, table: Int[Array, "B pages"]) -> "PagedCache":
+        """The pool as the B requests with these page tables see it."""
         return PagedCache(
             pool=self, table=table, layout=None, num_keys=_full(table, self.keys[0])
         )
 
 
 class PagedCache(flax.struct.PyTreeNode):
-    """A pool as N requests see it: a cache of N requests, or of T packed rows.
+    """A pool as B requests see it: a cache of B requests, or of T packed rows.
 
-    Without a layout rows are [N, W, ...]; with one they are packed, [1, T, ...].
+    Without a layout rows are [B, W, ...]; with one they are packed, [1, T, ...].
     """
 
     pool: PagePool
-    table: jax.Array  # int32 [N, M], a page's number; entries beyond the end: any
+    table: jax.Array  # int32 [B, pages], a page's number; entries beyond the end: any
     layout: RowLayout | None
-    num_keys: jax.Array  # int32 [N], positions that `context` may be read up to
+    num_keys: jax.Array  # int32 [B], positions that `context` may be read up to
 
     @property
     def capacity(self) -> int:
@@ -147,8 +147,8 @@ class PagedCache(flax.struct.PyTreeNode):
 
         Args:
           layer: 0-based.
-          query: [N, W, H, E], or packed [1, T, H, E]; key, value: [.., G, E].
-          positions: int32 [N, W] or [1, T]; -1 = padding.
+          query: [B, W, H, E], or packed [1, T, H, E]; key, value: [.., G, E].
+          positions: int32 [B, W] or [1, T]; -1 = padding.
 
         Returns:
           Attention output, as the query, and the cache with the rows written.
@@ -181,8 +181,8 @@ class PagedCache(flax.struct.PyTreeNode):
 
         Args:
           layer: 0-based.
-          query: [N, K, H, E]; key, value: [N, K, G, E].
-          positions: int32 [N, K], consecutive.
+          query: [B, K, H, E]; key, value: [B, K, G, E].
+          positions: int32 [B, K], consecutive.
 
         Returns:
           As `kv_cache.DenseCache.attend_block`.
@@ -214,7 +214,7 @@ class PagedCache(flax.struct.PyTreeNode):
         return out, cache
 
     def context(self, layer: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values [N, G, C, E] of a layer; values from `num_keys` on are 0."""
+        """Keys and values [B, G, C, E] of a layer; values from `num_keys` on are 0."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         return _gather(keys, self.table), _gather_until(
             values, self.table, self.num_keys
@@ -223,20 +223,20 @@ class PagedCache(flax.struct.PyTreeNode):
 
 @jax.jit  # traced once for all layers
 def attend_pages(
-    query: Float[Array, "N W H E"],
-    keys: Float[Array, "pages G P E"],
-    values: Float[Array, "pages G P E"],
-    table: Int[Array, "N M"],
-    positions: Int[Array, "N W"],
-) -> Float[Array, "N W H E"]:
-    """Attention of N windows over their pages; a row sees positions up to its own.
+    query: Float[Array, "B W H E"],
+    keys: Float[Array, "num_pages G P E"],
+    values: Float[Array, "num_pages G P E"],
+    table: Int[Array, "B pages"],
+    positions: Int[Array, "B W"],
+) -> Float[Array, "B W H E"]:
+    """Attention of B windows over their pages; a row sees positions up to its own.
 
-    One layer's M pages of every request are gathered at a time: N * M * P positions, so
-    that the table's width bounds memory and work. Windows are attended W rows wide also
+    One layer's pages of every request are gathered at a time, B * pages * P positions:
+    the table's width bounds memory and work. Windows are attended W rows wide also
     where fewer are real: rows are cheap, the context is read once a request.
     """
     index = jnp.arange(table.shape[1] * keys.shape[2], dtype=jnp.int32)
-    visible = index[None, None, None] <= positions[:, None, :, None]  # [N, 1, W, C]
+    visible = index[None, None, None] <= positions[:, None, :, None]  # [B, 1, W, C]
     last = jnp.max(positions, axis=1)
     segment = (_gather(keys, table), _gather_until(values, table, last + 1), visible)
     return layers.grouped_attention(query[:, None], [segment])[:, 0]
@@ -262,7 +262,7 @@ def _gather_until(pages: jax.Array, table: jax.Array, end: jax.Array) -> jax.Arr
     """`_gather`, zero from position `end` on: a weight of 0 times NaN would be NaN."""
     gathered = _gather(pages, table)
     index = jnp.arange(gathered.shape[2], dtype=jnp.int32)
-    is_known = index[None] < end[:, None]  # [N, C]
+    is_known = index[None] < end[:, None]  # [B, C]
     return jnp.where(is_known[:, None, :, None], gathered, 0)
 
 

@@ -69,8 +69,9 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
     """Returns the settings as arrays [B]; values are checked where they are known.
 
     Raises:
-      ValueError: a value out of range, or a shape that is neither [] nor [B].
-      TypeError: not a Sampling, or a cut without a temperature.
+      ValueError: a value out of range, a shape that is neither [] nor [B], or a cut
+        without a temperature.
+      TypeError: not a Sampling, or values that are not numbers.
     """
     if not isinstance(sampling, Sampling):
         raise TypeError(f"`sampling` must be a Sampling, got {type(sampling).__name__}")

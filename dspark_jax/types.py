@@ -1,8 +1,8 @@
 """The contracts between the parts: Target, Drafter and what passes between them.
 
-No logic lives here. Dimension key: B requests, K draft positions, W verify window,
-V vocabulary, N support of a draft row (the whole vocabulary, a draft vocabulary or a
-few candidates), D width, M tapped layers.
+No algorithm lives here: properties read fields. Dimension key: B requests, K draft
+positions, W verify window, V vocabulary, N support of a draft row (the whole
+vocabulary, a draft vocabulary or a few candidates), D width, M tapped layers.
 """
 
 import dataclasses
@@ -133,7 +133,7 @@ class Stats(flax.struct.PyTreeNode):
     def accepted_length(self) -> jax.Array:
         """τ pooled over the batch: mean of accepted + 1 over all rounds, float32 []."""
         rounds = self.num_rounds.sum().astype("float32")
-        return self.accepted_sum.sum().astype("float32") / jax.numpy.maximum(rounds, 1)
+        return self.accepted_sum.sum().astype("float32") / jnp.maximum(rounds, 1)
 
 
 class Logprobs(flax.struct.PyTreeNode):

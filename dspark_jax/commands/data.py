@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dspark_jax.commands import failure
-
-DEFAULT_TARGET = "smollm2-135m"
+from dspark_jax.targets.fetch import DEFAULT_TARGET
 
 SUMMARY = "make training texts, and look at them"
 DESCRIPTION = """\

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dspark_jax import config
-from dspark_jax.commands import failure, report, terminal
+from dspark_jax.commands import failure, options, report, terminal
+from dspark_jax.targets.fetch import DEFAULT_TARGET
 
 if TYPE_CHECKING:  # They import JAX, which a mistyped option need not wait for.
     from dspark_jax.commands import models
     from dspark_jax.commands.session import Session, Turn
 
-DEFAULT_TARGET = "smollm2-135m"
 INTERRUPTED = "interrupted"
 
 SUMMARY = "write text, with the target's words, faster than the target alone"
@@ -169,13 +169,13 @@ def _check(arguments: argparse.Namespace) -> None:
     for name, is_valid, rule in rules:
         value = getattr(arguments, name)
         if value is not None and not is_valid(value):
-            raise failure.Failure(f"{_option(name)} must be {rule}, got {value}")
+            raise failure.Failure(f"{options.option(name)} must be {rule}, got {value}")
     if arguments.temperature == 0:
         for name in ("top_k", "top_p", "min_p"):
             if getattr(arguments, name) is not None:
                 raise failure.Failure(
-                    f"{_option(name)} needs --temperature above 0: without one the "
-                    "most likely token is always taken"
+                    f"{options.option(name)} needs --temperature above 0: without one "
+                    "the most likely token is always taken"
                 )
     if arguments.chat and arguments.compare:
         raise failure.Failure("--chat and --compare exclude each other")
@@ -184,18 +184,23 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.drafter == "none":
         for name in ("compare", "draft_length", "candidates", "confidence_threshold"):
             if getattr(arguments, name):
-                raise failure.Failure(f"{_option(name)} needs a drafter, not none")
+                raise failure.Failure(
+                    f"{options.option(name)} needs a drafter, not none"
+                )
     if arguments.drafter in ("none", "prompt-lookup"):
         for name in ("candidates", "draft_vocabulary", "confidence_threshold"):
             if getattr(arguments, name) is not None:
                 raise failure.Failure(
-                    f"{_option(name)} needs a trained drafter, not {arguments.drafter}"
+                    f"{options.option(name)} needs a trained drafter, not "
+                    f"{arguments.drafter}"
                 )
     for name in ("target", "drafter"):
         value = getattr(arguments, name) or ""
         is_path = value.startswith((".", "/", "~")) or value.endswith(".gguf")
         if is_path and not pathlib.Path(value).exists():
-            raise failure.Failure(f"{_option(name)}: no such file or folder: {value}")
+            raise failure.Failure(
+                f"{options.option(name)}: no such file or folder: {value}"
+            )
 
 
 def _prompts(arguments: argparse.Namespace) -> Iterator[str]:
@@ -306,10 +311,6 @@ def _converse(
     if arguments.json:
         print(json.dumps({"turns": reports}))  # noqa: T201
     return 0
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _say(line: str) -> None:

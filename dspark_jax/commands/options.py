@@ -7,7 +7,7 @@ from typing import Any
 
 from dspark_jax import config
 from dspark_jax.commands import failure
-from dspark_jax.commands.generate import DEFAULT_TARGET
+from dspark_jax.targets.fetch import DEFAULT_TARGET
 
 SHIPPED_DRAFTER = "dspark-smollm2-135m"
 MAX_SEED = 2**32

@@ -90,7 +90,7 @@ def start(
         stats=None if drafter is None else empty_stats(lengths, draft_length),
         logprobs=_empty_logprobs(rows, capacity) if return_logprobs else None,
     )
-    return draw_first(decode, hidden, stop_tokens, target, target_params, settings)
+    return draw_next(decode, hidden, stop_tokens, target, target_params, settings)
 
 
 def continue_from(
@@ -144,10 +144,10 @@ def continue_from(
         target_cache=cache,
         drafter_state=drafter_state,
     )
-    return draw_first(state, hidden, stop_tokens, target, target_params, settings)
+    return draw_next(state, hidden, stop_tokens, target, target_params, settings)
 
 
-def draw_first(
+def draw_next(
     state: DecodeState,
     hidden: jax.Array,
     stop_tokens: jax.Array,

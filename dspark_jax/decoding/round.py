@@ -212,7 +212,7 @@ def tapped_step(
         state.target_cache,
         tap_layers=tap_layers,
     )
-    state = prefill.draw_first(
+    state = prefill.draw_next(
         state.replace(target_cache=cache),
         hidden[:, 0],
         stop_tokens,

@@ -59,7 +59,8 @@ def window_length(
     if keep is not None or threshold is not None:
         if confidence is None:
             raise ValueError(
-                "a confidence window needs a drafter with a confidence head"
+                "`keep` and `confidence_threshold` need a drafter with a confidence "
+                "head, got one without"
             )
         survival = jnp.ones((batch,), jnp.float32)
         columns = []

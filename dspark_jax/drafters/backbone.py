@@ -5,8 +5,8 @@ layer's keys and values come from c and from the block through the same projecti
 K rows of a block (the anchor's embedding, then K-1 mask embeddings) see the context
 strictly before the anchor and each other, in both directions (paper 3.1).
 
-Decoding (one block per request, context keys cached) and training (N anchors per
-sequence, context keys computed in line) run the same code: blocks are an axis N.
+Decoding (one block per request, context keys cached) and training (A anchors per
+sequence, context keys computed in line) run the same code: blocks are an axis A.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,18 +73,18 @@ def context_keys_values(
 def block_hidden(
     params: BackboneParams,
     config: DrafterConfig,
-    inputs: Float[Array, "B N K D"],
-    positions: Int[Array, "B N K"],
+    inputs: Float[Array, "B A K D"],
+    positions: Int[Array, "B A K"],
     context: Sequence[tuple[Float[Array, "B G S E"], Float[Array, "B G S E"]]],
-    visible: Bool[Array, "B N S"],
+    visible: Bool[Array, "B A S"],
     *,
-    in_block: Bool[Array, "B N K"] | None = None,
+    in_block: Bool[Array, "B A K"] | None = None,
     attention: Callable = layers.grouped_attention,
-) -> Float[Array, "B N K D"]:
+) -> Float[Array, "B A K D"]:
     """Hidden states of every slot, after the final norm; slot k predicts a + k + 1.
 
     Args:
-      inputs: embeddings of (anchor, mask, ..., mask) for N blocks per request.
+      inputs: embeddings of (anchor, mask, ..., mask) for A blocks per request.
       positions: absolute; a .. a + K - 1.
       context: (keys, values) a layer.
       visible: context tokens that a block sees: those strictly before its anchor.

@@ -95,7 +95,9 @@ def fit(
     logits, accepted, verified = _check(confidence_logits, num_accepted, verify_length)
     grid = default_grid() if grid is None else np.asarray(grid, np.float64)
     if grid.ndim != 1 or not len(grid) or not np.all((grid > 0) & np.isfinite(grid)):
-        raise ValueError("`grid` must be positive finite temperatures (m,), m >= 1")
+        raise ValueError(
+            f"`grid` must be positive finite temperatures (m,), m >= 1, got {grid}"
+        )
     before = np.ones(len(logits))  # survival up to the slot before
     temperatures = []
     for k in range(logits.shape[1]):
@@ -160,8 +162,10 @@ def apply(confidence: np.ndarray, temperatures: Sequence[float]) -> np.ndarray:
         raise ValueError(f"`confidence` must have shape (n, K), got {raw.shape}")
     check_length(temperatures, raw.shape[1])
     raw = np.where(np.isfinite(raw), raw, 0.0)
-    if np.any((raw < 0) | (raw > 1)):
-        raise ValueError("`confidence` must lie in [0, 1]")
+    is_outside = (raw < 0) | (raw > 1)
+    if np.any(is_outside):
+        worst = float(raw[is_outside][0])
+        raise ValueError(f"`confidence` must lie in [0, 1], got {worst}")
     scale = np.asarray(temperatures, np.float64)[None, : raw.shape[1]]
     with np.errstate(divide="ignore", over="ignore"):
         logits = np.log(raw) - np.log1p(-raw)  # -inf and inf for 0 and 1

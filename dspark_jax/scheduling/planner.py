@@ -62,8 +62,13 @@ def plan(confidence: np.ndarray, steps_per_second: np.ndarray) -> Plan:
             f"{rows + len(gains)}, got {curve.shape}"
         )
     curve = curve[rows : rows + len(gains) + 1]
-    if not np.all((curve > 0) & np.isfinite(curve)):
-        raise ValueError("`steps_per_second` must be positive and finite from index B")
+    is_speed = (curve > 0) & np.isfinite(curve)
+    if not np.all(is_speed):
+        worst = float(curve[~is_speed][0])
+        raise ValueError(
+            "`steps_per_second` must be positive and finite from index B on, got "
+            f"{worst}"
+        )
     # One addition after the other, as the algorithm does: the same rounding.
     throughput = np.cumsum(np.concatenate([[float(rows)], gains])) * curve
     rises = throughput[1:] > throughput[:-1]
@@ -96,8 +101,10 @@ def survival(confidence: np.ndarray) -> np.ndarray:
             f"`confidence` must have shape (B, K), B >= 1, got {confidence.shape}"
         )
     confidence = np.where(np.isfinite(confidence), confidence, 0.0)
-    if np.any((confidence < 0) | (confidence > 1)):
-        raise ValueError("`confidence` must lie in [0, 1]")
+    is_outside = (confidence < 0) | (confidence > 1)
+    if np.any(is_outside):
+        worst = float(confidence[is_outside][0])
+        raise ValueError(f"`confidence` must lie in [0, 1], got {worst}")
     return np.cumprod(confidence, axis=1)
 
 

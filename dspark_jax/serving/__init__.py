@@ -1,7 +1,7 @@
 """Serving many requests at once: a paged cache, continuous batching, metered verify.
 
 `Engine` is the host loop; `EngineConfig` declares its shapes. Everything public of this
-package is a name below.
+package is a name below, and the module `profile`, which measures an engine's costs.
 """
 
 from dspark_jax.serving.batching import Bucket

@@ -76,8 +76,8 @@ def check_buckets(
     for bucket in buckets:
         if bucket.tokens > bucket.requests * width:
             raise ValueError(
-                f"{bucket} has more rows than its requests can feed, "
-                f"{bucket.requests} * {width}"
+                f"buckets must not have more tokens than their requests can feed, "
+                f"{bucket.requests} * {width}, got {bucket}"
             )
     for requests in {bucket.requests for bucket in buckets}:
         shapes = {b.tokens for b in buckets if b.requests == requests}

@@ -3,7 +3,7 @@
 Every call of `Engine.step` admits requests, feeds their prompts, dispatches a round for
 all that decode, and then reads what the step before it did, while the device runs this
 one. The host therefore plans from what it knew a step ago: budgets come from
-confidences two rounds old, which is also what keeps them lossless; who gets the budget
+confidences two steps old, which is also what keeps them lossless; who gets the budget
 is decided inside the step, from the live draft.
 """
 
@@ -197,7 +197,7 @@ class Engine:
     def measure(
         self, bucket: Bucket, context_length: int, *, num_steps: int = 8
     ) -> float:
-        """Seconds of a step of this shape, from `num_steps` dispatched in a row.
+        """Seconds of a round of this shape, from `num_steps` steps in a row.
 
         All its requests have `context_length` tokens (in pages that they share, if the
         pool is small) and all its rows are used. The engine must be idle. Call
@@ -237,15 +237,17 @@ class Engine:
     def metrics(self, *, reset: bool = False) -> dict[str, Any]:
         """Counts, times and calibration since the last reset, as plain numbers.
 
-        Keys: the queue (`num_waiting`, `num_running`, `num_free_pages`), requests
-        (`num_finished` by reason, `num_preemptions`, `num_tokens`), the drafter's
-        context (`num_catch_ups`: calls, `num_caught_up`: tokens), speculation
-        (`accepted_length`, `acceptance`, `mean_verify_length`,
-        `verify_length_counts`), `calibration` (confidence against acceptance of the
-        reached slots; `drift` > 0: the drafter promises too much), `steps` by program
-        (times, predicted times, utilisation of requests and rows), and the host
-        (`host_share` of the time, `starved_share` of the dispatches that found the
-        device without work).
+        Keys: the engine (`mode`, `num_programs`), the queue (`num_waiting`,
+        `num_running`, `num_free_pages`), requests (`num_finished` by reason,
+        `num_preemptions`, `num_tokens`), the drafter's context (`num_catch_ups`: calls,
+        `num_caught_up`: tokens), speculation (`num_rounds`, `accepted_length`,
+        `acceptance`, `mean_verify_length`, `verify_length_counts`), `calibration`
+        (confidence against acceptance of the reached slots; `drift` > 0: the drafter
+        promises too much), `steps` by program (times, predicted times, utilisation of
+        requests and rows), `cost_drift` (how far real steps are from the table; None
+        where costs do not follow them), and the host (`host_seconds`, `wait_seconds`
+        for the device, `host_share` of both, `num_dispatches`, `starved_share` of them
+        that found the device without work).
         """
         report = self._loop.recorder.report(
             mode=self.config.mode,

@@ -39,12 +39,12 @@ class EngineConfig:
       sampling_fields: the fields of `Sampling` that requests may set. Each costs time
         in every step, whoever uses it; () is a greedy engine.
       max_stop_tokens: stop tokens a request may have.
-      rounds_per_step: rounds that one call of the device runs. More than one spares
-        the host, and delays what it sees: admission, streaming and budgets.
+      rounds_per_step: rounds of a step, which is one call of the device. More than one
+        spares the host, and delays what it sees: admission, streaming and budgets.
       dispatch_ahead: steps that may be under way while the host plans the next: 1, or 0
         to wait for each.
-      probe_every: after a step without drafts, every Nth one drafts all the same, so
-        that there is a way back.
+      probe_every: steps without drafts after which one drafts all the same, so that
+        there is a way back.
       max_deferred: tokens of a request that plain steps of "compact" may leave out of
         the drafter's context until drafting begins again (`serving.upkeep`). From
         `probe_every` * `rounds_per_step` on, only steps that draft pay for that. Their
@@ -158,7 +158,7 @@ class EngineConfig:
 
     @property
     def pages_per_slot(self) -> int:
-        """M, the width of a page table."""
+        """The width of a page table."""
         return -(-self.max_length // self.page_size)
 
     @property

@@ -9,8 +9,8 @@ price is in none of the options.
 
 A round that drafts after plain ones must first show the drafter what those fed
 (`upkeep`). All of that is in its price, so that choices that are about equal do not
-alternate. It cannot keep drafting out: one round in so many drafts whatever it costs
-(`probe_every`), and the next, for which nothing is left to be caught up, is judged by
+alternate. It cannot keep drafting out: after `probe_every` plain steps one drafts
+whatever it costs, and the next, for which nothing is left to be caught up, is judged by
 its own price.
 """
 
@@ -32,10 +32,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class RoundPlan:
-    """What a round was planned to be."""
+    """What the rounds of a step were planned to be."""
 
     num_drafts: int
-    seconds: float | None  # predicted; None without a cost table
+    seconds: float | None  # predicted, of one round; None without a cost table
     context_tokens: int
 
 
@@ -123,6 +123,8 @@ class RoundPlanner:
             step, slots, requests, full, context, limits - lengths, upkeep_seconds
         )
         seconds = choice.seconds - choice.is_drafting * upkeep_seconds
+        if self._config.mode == "cap-accept":  # runs another shape than it priced
+            seconds = float(self._costs.seconds(requests, full.tokens, context))
         return bucket, RoundPlan(choice.num_drafts, seconds, context)
 
     def observe(self, bucket: Bucket, context_tokens: int, seconds: float) -> None:

@@ -16,7 +16,7 @@ from dspark_jax.serving.engine import Engine
 
 
 class Measured(NamedTuple):
-    """Seconds of a step: the median of the repeats, the fastest and the slowest."""
+    """Seconds of a round: the median of the repeats, the fastest and the slowest."""
 
     requests: int
     packed_tokens: int
@@ -35,11 +35,11 @@ def measure_steps(
     repeats: int = 5,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Measured]:
-    """Times every bucket of an idle, warmed-up engine at every context length.
+    """Times rounds of all buckets of an idle, warmed-up engine at these contexts.
 
     Args:
       context_lengths: tokens of each request, increasing.
-      num_steps: run in a row for one time.
+      num_steps: steps in a row for one time.
       repeats: times of each shape.
       progress: called with (done, total) times.
     """

@@ -28,11 +28,11 @@ from dspark_jax.types import RUNNING, DecodeState, PyTree
 def speculative_rounds(
     params: Params,
     slots: SlotState,
-    control: Int[Array, "R X"],
+    control: Int[Array, "B columns"],
     *,
     spec: StepSpec,
     num_rows: int,
-) -> tuple[SlotState, Int[Array, "n R Y"]]:
+) -> tuple[SlotState, Int[Array, "n B columns_out"]]:
     """Drafts, verifies `num_rows` packed rows and commits; `slots` is donated."""
     drafter = spec.drafter
     assert drafter is not None
@@ -84,11 +84,13 @@ def speculative_rounds(
 def plain_rounds(
     params: Params,
     slots: SlotState,
-    deferred: Float[Array, "S depth MD"] | None,
-    control: Int[Array, "R X"],
+    deferred: Float[Array, "slots depth MD"] | None,
+    control: Int[Array, "B columns"],
     *,
     spec: StepSpec,
-) -> tuple[SlotState, Float[Array, "S depth MD"] | None, Int[Array, "n R Y"]]:
+) -> tuple[
+    SlotState, Float[Array, "slots depth MD"] | None, Int[Array, "n B columns_out"]
+]:
     """One token a request without drafting; `slots` and `deferred` are donated.
 
     Where there is a drafter, its context is left behind: `deferred` keeps what it must
@@ -134,8 +136,8 @@ def catch_up(
     drafter_params: PyTree,
     draft_pool: PagePool,
     known: KnownTokens,
-    deferred: Float[Array, "S depth MD"],
-    control: Int[Array, "N X"],
+    deferred: Float[Array, "slots depth MD"],
+    control: Int[Array, "slots columns"],
     *,
     spec: StepSpec,
     num_rows: int,
@@ -174,8 +176,12 @@ def catch_up(
 
 @functools.partial(jax.jit, static_argnames="spec", donate_argnames="slots")
 def prefill_chunk(
-    params: Params, slots: SlotState, control: Int[Array, "N X"], *, spec: StepSpec
-) -> tuple[SlotState, Int[Array, "1 N Y"]]:
+    params: Params,
+    slots: SlotState,
+    control: Int[Array, "pieces columns"],
+    *,
+    spec: StepSpec,
+) -> tuple[SlotState, Int[Array, "1 pieces columns_out"]]:
     """Feeds a piece of a prompt per row and draws where one ends; `slots` is donated.
 
     Rows may be consecutive pieces of one request: all are written before any attends.
@@ -203,12 +209,12 @@ def prefill_chunk(
         )
         slots = slots.replace(draft_pool=context.pool)
     last = jnp.maximum(count - 1, 0)[:, None, None]
-    last_hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # [N, D]
+    last_hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]  # [pieces, D]
     draws = columns.one(control, "draws") == 1
     drawing = jnp.where(draws, slot, slots.lengths.shape[0])
     decode, settings, stop_tokens = slot_state.rows_of(slots, drawing, table)
     before = decode.lengths
-    decode = prefill.draw_first(
+    decode = prefill.draw_next(
         decode, last_hidden, stop_tokens, spec.target, params.target, settings
     )
     result = spec.plain_result.join(
@@ -220,7 +226,7 @@ def prefill_chunk(
 
 
 def _tokens_from(decode: DecodeState, start: jax.Array, count: int) -> jax.Array:
-    """`count` tokens of every row from position start[b] on, int32 [R, count]."""
+    """`count` tokens of every row from position start[b] on, int32 [B, count]."""
     index = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     return jnp.take_along_axis(decode.tokens, index, axis=1, mode="clip")
 

@@ -26,7 +26,7 @@ class DispatchedStep:
     started_at: float
     bucket: Bucket | None = None  # None: prefill
     plan: RoundPlan | None = None
-    num_fed: int = 0  # prefill: tokens fed
+    num_fed: int = 0  # real rows; of a round known once it was read
     num_pieces: int = 0  # prefill: that its program takes
     num_filled: int = 0  # prefill: of these, not padding
     is_timed: bool = True  # False: what it took is not known
@@ -52,7 +52,7 @@ def columns_of(step: DispatchedStep, spec: StepSpec) -> Columns:
 
 
 def new_tokens(result: np.ndarray, columns: Columns) -> list[tuple[list[int], int]]:
-    """Per row: the tokens that all rounds [n, R, ..] committed, and the finish code."""
+    """Per row: the tokens that all rounds [n, B, ..] committed, and the finish code."""
     counts = columns.one(result, "num_committed").tolist()
     finishes = columns.one(result, "finish")[-1].tolist()
     tokens = columns.of(result, "tokens").tolist()
@@ -70,10 +70,10 @@ def new_tokens(result: np.ndarray, columns: Columns) -> list[tuple[list[int], in
 
 
 class RoundCounts:
-    """A speculative round's counts, [R] or [R, K] each."""
+    """A speculative round's counts, [B] or [B, K] each."""
 
     def __init__(self, result: np.ndarray, columns: Columns):
-        """Reads one round [R, columns]."""
+        """Reads one round [B, columns]."""
         num_committed = columns.one(result, "num_committed")
         finish = columns.one(result, "finish")
         self.verify_length = columns.one(result, "verify_length")

@@ -128,7 +128,7 @@ class StepRunner:
     def catch_up(
         self, slots: Sequence[int], tables: np.ndarray, counts: Sequence[int]
     ) -> None:
-        """Shows the drafter the last `counts` tokens of these; packed they must fit."""
+        """Shows the drafter `counts` tokens of each, up to its anchor, packed."""
         columns = self.spec.catch_up_control
         control = self._padding(CATCH_UP)
         control[: len(slots), columns.at("count").start] = counts

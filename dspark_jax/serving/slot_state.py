@@ -23,13 +23,13 @@ from dspark_jax.types import FINISH_LENGTH, RUNNING, DecodeState, PyTree
 class SlotState(flax.struct.PyTreeNode):
     """All slots between steps. A slot's invariant is that of `DecodeState`."""
 
-    key: jax.Array  # typed keys [S]
-    tokens: jax.Array  # int32 [S, C]
-    lengths: jax.Array  # int32 [S]
-    limits: jax.Array  # int32 [S]
-    finish: jax.Array  # int32 [S]
-    stop_tokens: jax.Array  # int32 [S, n], padded with -1
-    settings: Sampling  # fields [S], or None
+    key: jax.Array  # typed keys [slots]
+    tokens: jax.Array  # int32 [slots, C]
+    lengths: jax.Array  # int32 [slots]
+    limits: jax.Array  # int32 [slots]
+    finish: jax.Array  # int32 [slots]
+    stop_tokens: jax.Array  # int32 [slots, n], padded with -1
+    settings: Sampling  # fields [slots], or None
     target_pool: PagePool
     draft_pool: PagePool | None
 
@@ -37,9 +37,9 @@ class SlotState(flax.struct.PyTreeNode):
 class KnownTokens(NamedTuple):
     """The texts of all slots: the fields of `SlotState` of these names."""
 
-    tokens: jax.Array  # int32 [S, C]
-    lengths: jax.Array  # int32 [S]
-    finish: jax.Array  # int32 [S]
+    tokens: jax.Array  # int32 [slots, C]
+    lengths: jax.Array  # int32 [slots]
+    finish: jax.Array  # int32 [slots]
 
 
 def make_state(
@@ -74,7 +74,7 @@ def make_state(
 
 def make_deferred(
     spec: StepSpec, target_params: PyTree, num_slots: int, depth: int
-) -> Float[Array, "S depth MD"]:
+) -> Float[Array, "slots depth MD"]:
     """Empty places for the taps of each slot's last `depth` tokens.
 
     Those of position p lie at p % depth; of a drafter without taps nothing does. Not a
@@ -139,8 +139,8 @@ def admit(
 
 
 def rows_of(
-    slots: SlotState, slot: Int[Array, "R"], table: Int[Array, "R M"]
-) -> tuple[DecodeState, Sampling, Int[Array, "R n"]]:
+    slots: SlotState, slot: Int[Array, "B"], table: Int[Array, "B pages"]
+) -> tuple[DecodeState, Sampling, Int[Array, "B n"]]:
     """A batch's state, sampling and stop tokens; a row without a slot is done."""
     last = slots.lengths.shape[0] - 1
     at = jnp.minimum(slot, last)

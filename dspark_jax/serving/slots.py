@@ -121,7 +121,7 @@ class SlotTable:
     def _spare(self, newcomer: RequestHandle, needed: int) -> int:
         """Pages that stay free, or the newcomer would soon be preempted.
 
-        One for each that still grows, and an eighth of what all may grow by: where
+        One for each that still grows, or an eighth of what all may grow by: where
         pages are small, one is a few tokens. (In a model of a tight pool with pages of
         4 that spares a third of the feeding, for 3 % more rounds; a quarter spares
         little more, for 10 %. With pages of 16 one for each is more than an eighth.)

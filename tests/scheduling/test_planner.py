@@ -184,19 +184,25 @@ def test_allocate_refuses_what_does_not_survive():
             r"`confidence` must have shape \(B, K\)",
         ),
         (lambda: planner.survival(np.ones((0, 3))), "B >= 1, got"),
-        (lambda: planner.survival(np.full((1, 1), 1.5)), r"must lie in \[0, 1\]"),
-        (lambda: planner.survival(np.full((1, 1), -0.5)), r"must lie in \[0, 1\]"),
+        (
+            lambda: planner.survival(np.full((1, 1), 1.5)),
+            r"must lie in \[0, 1\], got 1.5",
+        ),
+        (
+            lambda: planner.survival(np.full((1, 1), -0.5)),
+            r"must lie in \[0, 1\], got -0.5",
+        ),
         (
             lambda: planner.plan(np.ones((2, 3)), np.ones(8)),
             r"n > B \+ slots = 8, got \(8,\)",
         ),
         (
             lambda: planner.plan(np.ones((1, 1)), np.array([1.0, 0.0, 1.0])),
-            "must be positive and finite from index B",
+            "must be positive and finite from index B on, got 0.0",
         ),
         (
             lambda: planner.plan(np.ones((1, 1)), np.array([1.0, 1.0, np.nan])),
-            "must be positive and finite from index B",
+            "must be positive and finite from index B on, got nan",
         ),
         (
             lambda: planner.allocate(np.ones(3), 1),

@@ -107,7 +107,10 @@ BAD_ENGINES = (
     ({"draft_length": 4}, "must be at most the drafter's block size 3, got 4"),
     ({"buckets": ()}, r"buckets must name at least one shape, got \(\)"),
     ({"buckets": (Bucket(2, 8),)}, "must have one of at least num_slots = 16"),
-    ({"buckets": (Bucket(16, 65),)}, "more rows than its requests can feed, 16"),
+    (
+        {"buckets": (Bucket(16, 65),)},
+        "must not have more tokens than their requests can feed, 16",
+    ),
     ({"buckets": (Bucket(16, 32),)}, r"must have the shape Bucket\(.*tokens=64\)"),
     (
         {"buckets": (Bucket(16, 16), Bucket(16, 64)), "mode": "static"},

@@ -18,11 +18,9 @@ SIZES = (4, 8, 16)
 PLAIN = 1.0  # seconds; four tokens
 
 
-def make_planner(mode="compact", drafting=1.6):
+def make_planner(mode="compact", drafting=(1.6, 1.6, 1.6)):
     costs = Costs(
-        drafting=TokenCurve(
-            packed_tokens=SIZES, step_seconds=(drafting,) * 3, max_tokens=16
-        ),
+        drafting=TokenCurve(packed_tokens=SIZES, step_seconds=drafting, max_tokens=16),
         plain=TokenCurve(packed_tokens=(4,), step_seconds=(PLAIN,), max_tokens=4),
     )
     config = EngineConfig(
@@ -89,6 +87,18 @@ def test_what_is_about_equal_does_not_alternate(gain):
     begins = np.flatnonzero(np.diff(np.array(drafts, np.int8)) == 1)
     assert len(begins) > 1
     assert np.diff(begins).min() > EVERY
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("compact", 1.1), ("cap-accept", 3.0)])
+def test_the_time_predicted_is_that_of_the_shape_that_runs(mode, seconds):
+    """ "cap-accept" commits what the shape of 8 would, and runs that of 16."""
+    planner = make_planner(mode, drafting=(1.0, 1.1, 3.0))
+    slots = [*range(SLOTS)]
+    planner.publish(0, slots, np.tile([0.9, 0.01, 0.01], (SLOTS, 1)))
+    bucket, plan = planner.plan(5, slots, np.full(SLOTS, 9), np.full(SLOTS, 99), 0.5)
+    assert plan.num_drafts == 4
+    assert bucket.tokens == {"compact": 8, "cap-accept": 16}[mode]
+    assert plan.seconds == pytest.approx(seconds)
 
 
 def test_only_metered_rounds_are_priced():
