@@ -266,6 +266,27 @@ def test_a_conversation_outgrows_its_caches(capsys, options, pipe):
     assert "more than the 256 positions of the target" in err
 
 
+def test_no_cache_is_longer_than_the_target(capsys, options, monkeypatch):
+    """100,000 tokens are asked for, and the target has positions for 256."""
+    capacities = []
+    prefill = session.stepwise.prefill
+
+    def counted(*arguments, **keywords):
+        capacities.append(keywords["capacity"])
+        return prefill(*arguments, **keywords)
+
+    monkeypatch.setattr(session.stepwise, "prefill", counted)
+    options += ["--candidates", "6"]  # nothing was compiled for it yet
+    short, long = (
+        run_json(capsys, *options, "--max-new-tokens", most, "a b")
+        for most in (60, 100_000)
+    )
+    assert long["tokens"][:60] == short["tokens"]
+    assert long["num_prompt_tokens"] + long["num_new_tokens"] == 257
+    assert long["finish_reason"] == "length"
+    assert capacities[0] < capacities[1] <= 257 + 32  # the prompt's padding
+
+
 def test_prompts_of_other_lengths_reuse_the_programs(capsys, options, monkeypatch):
     traces = []
     for name in ("prefill", "speculative_rounds"):

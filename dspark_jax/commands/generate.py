@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Iterator
@@ -194,13 +193,7 @@ def _check(arguments: argparse.Namespace) -> None:
                     f"{options.option(name)} needs a trained drafter, not "
                     f"{arguments.drafter}"
                 )
-    for name in ("target", "drafter"):
-        value = getattr(arguments, name) or ""
-        is_path = value.startswith((".", "/", "~")) or value.endswith(".gguf")
-        if is_path and not pathlib.Path(value).exists():
-            raise failure.Failure(
-                f"{options.option(name)}: no such file or folder: {value}"
-            )
+    options.check_exists(arguments, "target", "drafter")
 
 
 def _prompts(arguments: argparse.Namespace) -> Iterator[str]:

@@ -159,6 +159,7 @@ def check_exists(arguments: argparse.Namespace, *names: str) -> None:
             path = path or value
             is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf")
             is_path = is_path or name in ("prompts", "corpus", "sts")
+            is_path = is_path or path.count("/") > 1  # a hub name has one
             if is_path and not pathlib.Path(path).exists():
                 raise failure.Failure(f"{option(name)}: no such file or folder: {path}")
 

@@ -119,6 +119,8 @@ class Session:
                 f"the conversation has {length} tokens, more than the {last} positions "
                 "of the target"
             )
+        # The target has no position for more; a cache for them would only cost time.
+        max_new_tokens = min(max_new_tokens, last + 1 - length)
         is_extended = length + max_new_tokens <= self._capacity
         fed = list(ids) if is_extended else [*self.history, *ids]
         width = min(bucket(len(fed)), last)
@@ -134,7 +136,8 @@ class Session:
         if is_extended:
             first, arguments = _extend, (self._state, *turn_inputs)
         else:
-            self._capacity = bucket(width + max_new_tokens + spare)
+            most = width + last + 1 - length
+            self._capacity = min(bucket(width + max_new_tokens + spare), most)
             static["capacity"] = self._capacity
             first, arguments = _begin, (self._key, *turn_inputs)
         shapes = (width, self._capacity)

@@ -62,6 +62,7 @@ def smollm2(path: str | os.PathLike | None = None) -> pathlib.Path:
     Raises:
       FileNotFoundError: `path` or the environment variable names no file.
       RuntimeError: it had to be fetched and could not be.
+      PermissionError: nor can the cache be written.
     """
     for name, given in (
         ("path", path),
@@ -76,7 +77,13 @@ def smollm2(path: str | os.PathLike | None = None) -> pathlib.Path:
         # The size tells a file of another version, or one cut short.
         if candidate and candidate.is_file() and candidate.stat().st_size == FILE_BYTES:
             return candidate
-    _fetch(cached)
+    try:
+        _fetch(cached)
+    except PermissionError as error:
+        raise PermissionError(
+            f"the cache {cached.parent} cannot be written ({error.strerror}): "
+            f"{CACHE_VARIABLE} names another folder"
+        ) from error
     return cached
 
 

