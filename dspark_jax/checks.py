@@ -11,6 +11,7 @@ import numpy as np
 
 # Of all noise, whatever the default of the process is.
 KEY_IMPLEMENTATION = "threefry2x32"
+INT32_MAX = 2**31 - 1
 
 
 def check_shape(name: str, array: Any, dims: str, shape: tuple[int, ...]) -> None:
@@ -68,12 +69,15 @@ def as_array(name: str, value: Any) -> jax.Array:
         ) from error
 
 
-def check_int(name: str, value: Any, low: int) -> None:
-    """Raises unless `value` is a Python int (static, no bool), at least `low`."""
+def check_int(name: str, value: Any, low: int) -> int:
+    """`value` as an int; raises unless it is one (static, no bool), at least `low`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"`{name}` must be an int, got {_shortened(value)}")
     if value < low:
         raise ValueError(f"`{name}` must be at least {low}, got {value}")
+    if value > INT32_MAX:
+        raise ValueError(f"`{name}` must be at most {INT32_MAX}, got {value}")
+    return int(value)  # a numpy integer would wrap around where it is added to
 
 
 def check_integer(name: str, array: Any) -> None:
@@ -112,14 +116,23 @@ def request_keys(key: Any, batch: int) -> jax.Array:
     return _as_threefry(keys)
 
 
-def known(value: Any) -> np.ndarray | None:
+def known(name: str, value: Any) -> np.ndarray | None:
     """The value as a numpy array, or None under a trace, where it is unknown.
 
     Also right inside `jit` for arrays that the traced function closes over.
+
+    Raises:
+      TypeError: no array (ragged lists, say).
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         return None
-    return np.asarray(value)
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be an array or nested lists of equal length, got "
+            f"{_shortened(value)}"
+        ) from error
 
 
 def check_range(name: str, value: Any, low: int, high: int, rule: str) -> None:
@@ -127,7 +140,7 @@ def check_range(name: str, value: Any, low: int, high: int, rule: str) -> None:
 
     Under a trace values are unknown and nothing is checked.
     """
-    array = known(value)
+    array = known(name, value)
     if array is None or array.size == 0:
         return
     smallest, largest = int(array.min()), int(array.max())

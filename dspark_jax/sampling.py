@@ -17,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 from dspark_jax import checks, cuts
 from dspark_jax.types import Row
 
+# Draws at it are uniform already, and T * gumbel is far from overflow.
+MAX_TEMPERATURE = 1e30
 # Known from other libraries, not supported yet: refused by name.
 _UNSUPPORTED = (
     "repetition_penalty",
@@ -84,8 +86,16 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
                 )
         return sampling
     rules = {
-        "temperature": (jnp.float32, lambda x: x >= 0, ">= 0"),
-        "top_k": (jnp.int32, lambda x: x >= 1, ">= 1"),
+        "temperature": (
+            jnp.float32,
+            lambda x: (x >= 0) & (x <= MAX_TEMPERATURE),
+            f"in [0, {MAX_TEMPERATURE:g}]",
+        ),
+        "top_k": (
+            jnp.int32,
+            lambda x: (x >= 1) & (x <= checks.INT32_MAX),
+            f"in 1..{checks.INT32_MAX}",
+        ),
         "top_p": (jnp.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1]"),
         "min_p": (jnp.float32, lambda x: (x >= 0) & (x <= 1), "in [0, 1]"),
     }
@@ -94,7 +104,7 @@ def check_sampling(sampling: Sampling, batch: int) -> Sampling:
         value = getattr(sampling, name)
         if value is None:
             continue
-        known = checks.known(value)
+        known = checks.known(f"sampling.{name}", value)
         if known is not None:
             is_right, kind = checks.is_numeric(known.dtype), "numbers"
             if dtype == jnp.int32:
@@ -259,5 +269,6 @@ def perturb(
     Beside a large logit a small T * gumbel would be rounded away: near ties would not
     be drawn at their rate. Their distance to the largest logit is exact.
     """
-    noise_scale = jnp.where(_is_random(temperature), temperature, 0.0)[..., None]
-    return (logits - top[..., None]) + noise_scale * gumbel
+    scale = jnp.where(_is_random(temperature), temperature, 0.0)
+    scale = jnp.minimum(scale, MAX_TEMPERATURE)  # T * gumbel stays finite
+    return (logits - top[..., None]) + scale[..., None] * gumbel

@@ -155,7 +155,7 @@ def make_threshold(
     """The confidence threshold per request, or None."""
     if threshold is None:
         return None
-    known = checks.known(threshold)
+    known = checks.known("confidence_threshold", threshold)
     if known is not None:
         is_number = checks.is_numeric(known.dtype)
         if not is_number or not np.all((known >= 0) & (known <= 1)):
@@ -176,7 +176,7 @@ def make_temperatures(temperatures: Any, length: int) -> Float[Array, "K"] | Non
     """The confidence temperatures of the K slots, or None."""
     if temperatures is None:
         return None
-    known = checks.known(temperatures)
+    known = checks.known("confidence_temperatures", temperatures)
     if known is not None:
         is_number = checks.is_numeric(known.dtype)
         if not is_number or not np.all((known > 0) & np.isfinite(known)):

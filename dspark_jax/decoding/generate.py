@@ -83,7 +83,7 @@ def speculative_generate(
     # All arguments are checked before any work is done.
     length = arguments.check_models(target, drafter, options, is_speculative=True)
     tokens, lengths = arguments.check_prompts(tokens, lengths, target)
-    checks.check_int("num_samples", num_samples, 1)
+    num_samples = checks.check_int("num_samples", num_samples, 1)
     rows = tokens.shape[0] * num_samples
     threshold = arguments.make_threshold(confidence_threshold, drafter, rows)
     temperatures = arguments.make_temperatures(confidence_temperatures, length)
@@ -197,12 +197,17 @@ def _begin(
     **rest: Any,
 ) -> DecodeState | Generation:
     """`prefill` for one generation, or the prompts if nothing is asked."""
-    target, num_samples = rest["target"], rest["num_samples"]
+    target = rest["target"]
     arguments.check_models(target, rest["drafter"], rest["options"])
-    checks.check_int("max_new_tokens", max_new_tokens, 0)
-    checks.check_int("num_samples", num_samples, 1)
+    max_new_tokens = checks.check_int("max_new_tokens", max_new_tokens, 0)
+    num_samples = checks.check_int("num_samples", rest["num_samples"], 1)
     tokens, lengths = arguments.check_prompts(tokens, lengths, target)
     capacity = tokens.shape[1] + max(max_new_tokens, 1)
+    if capacity > checks.INT32_MAX:
+        raise ValueError(
+            "`max_new_tokens` must leave room for the prompt below 2^31 tokens, got "
+            f"{max_new_tokens}"
+        )
     arguments_ = dict(rest, sampling=settings, capacity=capacity)
     if max_new_tokens > 0:
         return stepwise.prefill(

@@ -51,9 +51,9 @@ def prefill(
     length = arguments.check_models(target, drafter, options)
     tokens, lengths = arguments.check_prompts(tokens, lengths, target)
     width = tokens.shape[1]
-    checks.check_int("max_new_tokens", max_new_tokens, 1)
-    checks.check_int("num_samples", num_samples, 1)
-    checks.check_int("capacity", capacity, 1)
+    max_new_tokens = checks.check_int("max_new_tokens", max_new_tokens, 1)
+    num_samples = checks.check_int("num_samples", num_samples, 1)
+    capacity = checks.check_int("capacity", capacity, 1)
     if width > target.config.max_position:
         raise ValueError(
             "`tokens` must not be wider than the target's max_position "
@@ -120,9 +120,9 @@ def extend(
     )
     batch, capacity = state.tokens.shape
     checks.check_shape("tokens", tokens, "B Q", (batch, tokens.shape[1]))
-    checks.check_int("max_new_tokens", max_new_tokens, 1)
+    max_new_tokens = checks.check_int("max_new_tokens", max_new_tokens, 1)
     begun = state.lengths + lengths
-    known_begun = checks.known(begun)
+    known_begun = checks.known("state", begun)
     if known_begun is not None:
         longest = int(known_begun.max())
         needed = longest + max_new_tokens

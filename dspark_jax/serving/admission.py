@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,17 @@ def check_models(
     target: Target,
     target_params: PyTree,
     drafter: Drafter | None,
+    drafter_params: PyTree,
     config: EngineConfig,
 ) -> None:
     """Raises unless these models can be served in this mode.
 
     The target's forward pass is traced (not run) over packed rows.
     """
+    if not isinstance(config, EngineConfig):
+        raise TypeError(
+            f"`config` must be an EngineConfig, got {type(config).__name__}"
+        )
     if not isinstance(target, Target):
         raise TypeError(f"`target` must be a Target, got {type(target).__name__}")
     if config.max_length > target.config.max_position + 1:
@@ -45,6 +50,8 @@ def check_models(
             f"mode {config.mode!r} needs a `drafter`, a Drafter, got "
             f"{type(drafter).__name__}"
         )
+    if drafter_params is None and drafter.config.tap_layers:
+        raise TypeError("`drafter_params` must be the drafter's parameters, got None")
     _check_pages("drafter", jax.eval_shape(lambda: drafter.init_state(1, 8)))
     if config.is_metered:
         arguments.check_confidence(f"mode {config.mode!r}", drafter)
@@ -93,6 +100,7 @@ def check_request(
     sampling: Sampling,
     seed: int | jax.Array,
     stop_tokens: Sequence[int] | None,
+    on_tokens: Callable[[list[int]], None] | None,
     target: Target,
     config: EngineConfig,
 ) -> dict[str, Any]:
@@ -101,17 +109,21 @@ def check_request(
     Raises:
       TypeError, ValueError: an argument breaks a rule.
     """
+    if on_tokens is not None and not callable(on_tokens):
+        raise TypeError(
+            f"`on_tokens` must be a function or None, got {type(on_tokens).__name__}"
+        )
     prompt = _token_list("tokens", tokens, target.config.vocab_size)
     if not prompt:
         raise ValueError("`tokens` must hold at least one token, got none")
-    checks.check_int("max_new_tokens", max_new_tokens, 1)
+    max_new_tokens = checks.check_int("max_new_tokens", max_new_tokens, 1)
     max_position = target.config.max_position
     if len(prompt) > max_position:
         raise ValueError(
             f"`tokens` must not be longer than the target's max_position {max_position}"
             f", got {len(prompt)}"
         )
-    asked = len(prompt) + int(max_new_tokens)
+    asked = len(prompt) + max_new_tokens
     limit = min(asked, max_position + 1)
     if limit > config.max_length:
         raise ValueError(
@@ -139,6 +151,7 @@ def check_request(
         "key": _key_words(seed),
         "settings": _settings(sampling, target, config),
         "stop_tokens": stops + padding,
+        "on_tokens": on_tokens,
     }
 
 
@@ -153,13 +166,16 @@ def touch(config: EngineConfig, target: Target) -> None:
         sampling=Sampling(**fields),
         seed=0,
         stop_tokens=(),
+        on_tokens=None,
         target=target,
         config=config,
     )
 
 
 def _token_list(name: str, tokens: Any, vocab_size: int) -> list[int]:
-    array = np.asarray(tokens)
+    array = checks.known(name, tokens)
+    if array is None:
+        raise TypeError(f"`{name}` must be a list of token ids, got a traced array")
     if array.size == 0:
         return []
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -180,6 +196,10 @@ def _key_words(seed: Any) -> np.ndarray:
         return np.array([0, seed], np.int32)  # those of `jax.random.key(seed)`
     if hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         key = seed
+        if key.size != 1:
+            raise ValueError(
+                f"`seed` must be an int or one typed key, got keys of shape {key.shape}"
+            )
     else:
         try:
             key = jax.random.key(operator.index(seed))
@@ -200,13 +220,13 @@ def _settings(
     names = config.sampling_fields
     values = tuple(getattr(sampling, name) for name in SAMPLING_FIELDS)
     if all(value is None or isinstance(value, int | float) for value in values):
-        return _cached_settings(values, target.config.vocab_size, names)
+        return _cached_settings(target.config.vocab_size, names, *values)
     return _checked_settings(sampling, target.config.vocab_size, names)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024, typed=True)  # 2 is a top_k, and 2.0 is none
 def _cached_settings(
-    values: tuple[Any, ...], vocab_size: int, names: tuple[str, ...]
+    vocab_size: int, names: tuple[str, ...], *values: Any
 ) -> dict[str, int]:
     sampling = Sampling(**dict(zip(SAMPLING_FIELDS, values, strict=True)))
     return _checked_settings(sampling, vocab_size, names)

@@ -29,10 +29,10 @@ def make_loop(
     Raises:
       TypeError, ValueError: as `Engine`.
     """
+    admission.check_models(target, target_params, drafter, drafter_params, config)
     options = Speculation(
         draft_length=config.draft_length, rule=config.rule, candidates=config.candidates
     )
-    admission.check_models(target, target_params, drafter, config)
     if config.mode == "plain":
         drafter = drafter_params = temperatures = None
     length = arguments.check_models(target, drafter, options)

@@ -8,12 +8,14 @@ is decided inside the step, from the live draft.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
+from dspark_jax import checks
 from dspark_jax.sampling import Sampling
 from dspark_jax.serving import admission, assembly
 from dspark_jax.serving.batching import Bucket
@@ -25,6 +27,10 @@ from dspark_jax.types import Drafter, PyTree, Target
 
 class EngineError(RuntimeError):
     """The engine cannot go on; the message says why, and whether it is usable."""
+
+
+class _Call:
+    """Lives as long as a call of `Engine.step`."""
 
 
 class Engine:
@@ -68,7 +74,9 @@ class Engine:
         self.config = config
         self.target = target
         self._num_submitted = 0
-        self._is_stepping = False
+        # Dead between two calls of `step`, however the last one ended: a flag that an
+        # interrupt left standing would lock the engine.
+        self._call: Callable[[], _Call | None] = lambda: None
         self._failure: BaseException | None = None
 
     @property
@@ -89,8 +97,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """No request waits or runs, and no step is under way."""
-        slots = self._loop.slots
-        return not (slots.queue or slots.running or self._loop.in_flight)
+        return self._loop.slots.is_empty and not self._loop.in_flight
 
     def warm_up(self) -> float:
         """Compiles every program by running it on padding; returns seconds."""
@@ -148,14 +155,13 @@ class Engine:
             sampling=sampling,
             seed=self._num_submitted if seed is None else seed,
             stop_tokens=stop_tokens,
+            on_tokens=on_tokens,
             target=self.target,
             config=self.config,
         )
-        request = RequestHandle(
-            self, self._num_submitted, on_tokens=on_tokens, **checked
-        )
+        request = RequestHandle(self, self._num_submitted, **checked)
         self._num_submitted += 1
-        self._loop.slots.queue.put(request)
+        self._loop.slots.put(request)
         return request
 
     def run(self) -> None:
@@ -173,12 +179,15 @@ class Engine:
             half-way through a step: then that step's requests have ended as above.
         """
         self._check_usable()
-        if self._is_stepping:
+        if self._call() is not None:
             raise EngineError("`Engine.step` was called from a callback of its own")
-        self._is_stepping = True
         recorder = self._loop.recorder
         started_at, waited_before = time.perf_counter(), recorder.wait_seconds
+        call = _Call()
         try:
+            self._call = weakref.ref(call)
+            if not self._loop.is_whole:  # one interrupt came while another was handled
+                self._drop_steps(KeyboardInterrupt())
             self._loop.turn()
         except jax.errors.JaxRuntimeError as error:
             self._fail_steps(error)
@@ -187,7 +196,7 @@ class Engine:
                 self._drop_steps(error)
             raise
         finally:
-            self._is_stepping = False
+            del call  # not when the frame goes, which a traceback may keep
             waited = self._loop.recorder.wait_seconds - waited_before
             self._loop.recorder.host_seconds += (
                 time.perf_counter() - started_at - waited
@@ -204,6 +213,7 @@ class Engine:
         `warm_up` first, or the time to compile is measured.
         """
         self._check_usable()
+        checks.check_int("context_length", context_length, 1)
         if not self.is_idle:
             raise EngineError("`Engine.measure` needs an idle engine")
         if bucket not in self.buckets:
@@ -264,7 +274,8 @@ class Engine:
     def _cancel(self, request: RequestHandle) -> bool:
         if request.is_done:
             return False
-        self._loop.finish(request, "cancelled")
+        with self._loop.changing():
+            self._loop.finish(request, "cancelled")
         return True
 
     def _check_usable(self) -> None:
@@ -283,6 +294,7 @@ class Engine:
             self._loop.runner.reset()
         except jax.errors.JaxRuntimeError as again:
             self._failure = again
+        self._loop.is_whole = True
         return num_failed
 
     def _fail_steps(self, error: jax.errors.JaxRuntimeError) -> NoReturn:

@@ -6,7 +6,9 @@ no row is spent on a request that is certain to have ended).
 """
 
 import collections
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from dspark_jax.serving.engine_config import EngineConfig
 from dspark_jax.serving.feeding import Feeder
 from dspark_jax.serving.metrics import Recorder
 from dspark_jax.serving.planning import RoundPlanner
-from dspark_jax.serving.requests import DECODING, Piece, RequestHandle
+from dspark_jax.serving.requests import DECODING, PREFILLING, Piece, RequestHandle
 from dspark_jax.serving.results import DispatchedStep
 from dspark_jax.serving.runner import CATCH_UP, ProgramName, StepRunner
 from dspark_jax.serving.slots import SlotTable
@@ -52,46 +54,58 @@ class StepLoop:
 
     def turn(self) -> None:
         """Dispatches a step, and reads those that it leaves behind."""
-        self.is_whole = False
-        self.step_number += 1
-        for slot in self.slots.admit():
-            self.planner.assign(slot)
-        has_fed = self._feed()
-        has_dispatched = self._dispatch_round() or has_fed
-        ahead = self._config.dispatch_ahead if has_dispatched else 0
-        self._collect(self.step_number - ahead)
-        self.is_whole = True
+        with self.changing():
+            self.step_number += 1
+            for slot in self.slots.admit():
+                self.planner.assign(slot)
+            has_fed = self._feed()
+            has_dispatched = self._dispatch_round() or has_fed
+            ahead = self._config.dispatch_ahead if has_dispatched else 0
+            self._collect(self.step_number - ahead)
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """While the books change; what interrupts that leaves `is_whole` False."""
+        before, self.is_whole = self.is_whole, False
+        yield
+        self.is_whole = before
 
     def finish(
         self, request: RequestHandle, reason: str, error: BaseException | None = None
     ) -> None:
         """Ends a request."""
+        self._conclude(request, reason, error)
         self.slots.remove(request)
-        request.finish_reason = reason
+
+    def _conclude(
+        self, request: RequestHandle, reason: str, error: BaseException | None
+    ) -> None:
+        """Says how a request ended."""
         request.error = error or request.error
         request.finished_at = time.perf_counter()
+        request.finish_reason = reason
         self.recorder.num_finished[reason] += 1
 
     def drop_steps(self, error: BaseException) -> int:
         """Ends the requests of failed steps; returns how many.
 
         The others that run lost what was fed to them: they wait, to be fed again, but
-        only once: one that feeding fails for again may be what it fails for.
+        only once: one that feeding fails for again may be what it fails for. Whatever
+        an interrupt left of the books, they are right afterwards; `is_whole` again,
+        says the caller, when the device's state is, too.
         """
-        failed = [
-            r
-            for r in self.slots.running
-            if r._status == DECODING or (r._num_fed > 0 and r._has_failed)
-        ]
+        self.is_whole = False
         self.in_flight.clear()
         self._interrupt = None
-        for request in failed:
-            self.finish(request, "error", error)
-        for request in self.slots.running:
-            request._has_failed |= request._num_fed > 0
-            self.slots.preempt(request)
-        self.is_whole = True
-        return len(failed)
+        num_failed = 0
+        for request in self.slots.alive:
+            is_fed = request._status == PREFILLING and request._num_fed > 0
+            if request._status == DECODING or (is_fed and request._has_failed):
+                self._conclude(request, "error", error)
+                num_failed += 1
+            request._has_failed |= is_fed
+        self.slots.start_over()
+        return num_failed
 
     def _feed(self) -> bool:
         """Prefill steps for the prompts that wait; whether there was one."""

@@ -31,7 +31,13 @@ class SlotTable:
     """The slots, the pages and the queue of an engine."""
 
     def __init__(self, config: EngineConfig):
+        self._config = config
         self._page_size = config.page_size
+        self._alive: dict[int, RequestHandle] = {}  # all that wait or run
+        self._clear()
+
+    def _clear(self) -> None:
+        config = self._config
         self._is_taken = [False] * config.num_slots
         self._tables = np.full((config.num_slots, config.pages_per_slot), -1, np.int32)
         self._running: list[RequestHandle] = []  # oldest first
@@ -39,6 +45,16 @@ class SlotTable:
         self._growth = 0  # how many, all of them together
         self.pages = PageAllocator(config.total_pages)
         self.queue = Queue()
+
+    @property
+    def alive(self) -> list[RequestHandle]:
+        """Requests that wait or run."""
+        return [r for r in self._alive.values() if not r.is_done]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody waits or runs."""
+        return all(request.is_done for request in self._alive.values())
 
     @property
     def running(self) -> list[RequestHandle]:
@@ -62,6 +78,25 @@ class SlotTable:
             if r._status == DECODING and r._length + r._least_ahead < r._limit
         ]
 
+    def put(self, request: RequestHandle) -> None:
+        """A new request waits."""
+        self._alive[request.request_id] = request
+        self.queue.put(request)
+
+    def start_over(self) -> None:
+        """All that are alive wait, with what they have said; slots are empty.
+
+        Nothing but the list of requests is trusted: an interrupt may have come between
+        any two lines of the other methods.
+        """
+        self._alive = {request.request_id: request for request in self.alive}
+        self._clear()
+        for _, request in sorted(self._alive.items()):
+            request.num_preemptions += request._status != WAITING
+            request._status, request._slot, request._pages = WAITING, -1, []
+            request._num_ahead = request._least_ahead = 0
+            self.queue.put(request)
+
     def admit(self) -> list[int]:
         """Gives slots and pages to waiting requests; returns the slots."""
         admitted = []
@@ -77,7 +112,9 @@ class SlotTable:
             request._num_deferred = 0  # feeding shows the drafter all
             bisect.insort(self._running, request, key=lambda r: r.request_id)
             self._count_growth(request, 1)
-            self._give(request, self.pages.take(needed) or [])
+            pages = self.pages.take(needed)
+            assert pages is not None  # there were more
+            self._give(request, pages)
             admitted.append(slot)
         return admitted
 
@@ -114,6 +151,7 @@ class SlotTable:
             self.queue.remove(request)
         self._release(request)
         request._status = DONE
+        del self._alive[request.request_id]
 
     def _pages_for(self, request: RequestHandle, length: int) -> int:
         return -(-min(length, request._limit) // self._page_size)

@@ -75,6 +75,42 @@ def test_the_callers_keys_survive_a_donated_state(models):
     np.testing.assert_array_equal(jax.random.key_data(keys).shape, (1, 2))
 
 
+@pytest.mark.parametrize("number", [np.uint8(4), np.int8(4)])
+def test_numpy_integers_do_not_wrap_around(models, number):
+    """Of one byte each: the prompt's 252 tokens and 4 more are not 0, nor is 4 * 64."""
+    wide = jnp.broadcast_to(TOKENS[:, :1], (64, 252))
+
+    def generate(tokens):
+        return dspark_jax.autoregressive_generate(
+            jax.random.key(0),
+            tokens,
+            jnp.full((64,), 252, jnp.int32),
+            target=target,
+            target_params=params,
+            max_new_tokens=number,
+            num_samples=number,
+        )
+
+    target, params = dspark_jax.testing.make_tiny_models(
+        target_fields={"max_position": 256}
+    )[:2]
+    assert jax.eval_shape(generate, wide).tokens.shape == (256, 256)
+
+
+def test_uniform_at_the_largest_temperature():
+    logits = jnp.asarray([0.0, 1e4, -1e4, jnp.nan_to_num(-jnp.inf)])
+    gumbel = jax.random.gumbel(jax.random.key(0), (4000, 4))
+    for temperature in (sampling.MAX_TEMPERATURE, jnp.inf):  # traced ones go unchecked
+        found = sampling.perturb(
+            jnp.broadcast_to(logits, (4000, 4)),
+            jnp.full((4000,), 1e4),
+            jnp.full((4000,), temperature, jnp.float32),
+            gumbel,
+        )
+        counts = np.bincount(np.asarray(found.argmax(-1)), minlength=4)
+        assert abs(counts[:3] - counts[:3].mean()).max() < 5 * np.sqrt(4000 / 3)
+
+
 def test_an_empty_draft_vocabulary_is_refused(models):
     with pytest.raises(ValueError, match="`ids` must hold at least one token id"):
         dspark.with_draft_vocabulary(

@@ -200,6 +200,16 @@ BOTH = {  # speculative_generate and autoregressive_generate
         TypeError,
         "`max_new_tokens` must be an int, got True",
     ),
+    "max_new_tokens beyond int32": (
+        {"max_new_tokens": 2**31},
+        ValueError,
+        "`max_new_tokens` must be at most 2147483647, got 2147483648",
+    ),
+    "max_new_tokens and the prompt beyond int32": (
+        {"max_new_tokens": 2**31 - 1},
+        ValueError,
+        "`max_new_tokens` must leave room for the prompt below 2^31 tokens, got",
+    ),
     "limits too large": (
         {"limits": ints(4, 5)},
         ValueError,
@@ -279,12 +289,22 @@ BOTH = {  # speculative_generate and autoregressive_generate
     "temperature negative": (
         sampled(temperature=-0.5),
         ValueError,
-        "`sampling.temperature` must be >= 0, got -0.5",
+        "`sampling.temperature` must be in [0, 1e+30], got -0.5",
     ),
     "temperature nan": (
         sampled(temperature=float("nan")),
         ValueError,
-        "`sampling.temperature` must be >= 0, got nan",
+        "`sampling.temperature` must be in [0, 1e+30], got nan",
+    ),
+    "temperature beyond float32": (
+        sampled(temperature=1e39),
+        ValueError,
+        "`sampling.temperature` must be in [0, 1e+30], got 1e+39",
+    ),
+    "temperature ragged": (
+        sampled(temperature=[[1.0], [2.0, 3.0]]),
+        TypeError,
+        "`sampling.temperature` must be an array or nested lists of equal length",
     ),
     "temperature text": (
         sampled(temperature="hot"),
@@ -296,7 +316,16 @@ BOTH = {  # speculative_generate and autoregressive_generate
         ValueError,
         "`sampling.temperature` must have shape () or (B,) = (2,), got (3,)",
     ),
-    "top_k 0": (sampled(top_k=0), ValueError, "`sampling.top_k` must be >= 1, got 0"),
+    "top_k 0": (
+        sampled(top_k=0),
+        ValueError,
+        "`sampling.top_k` must be in 1..2147483647, got 0",
+    ),
+    "top_k beyond int32": (
+        sampled(top_k=np.int64(2**32 + 1)),
+        ValueError,
+        "`sampling.top_k` must be in 1..2147483647, got 4294967297",
+    ),
     "top_k float": (
         sampled(top_k=2.5),
         TypeError,

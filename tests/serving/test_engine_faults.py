@@ -43,7 +43,14 @@ BAD_REQUESTS = (
     (
         {"sampling": dspark_jax.Sampling(temperature=-1.0)},
         ValueError,
-        "`sampling.temperature` must be >= 0",
+        r"`sampling.temperature` must be in \[0, 1e\+30\], got -1.0",
+    ),
+    ({"tokens": [[1], [1, 2]]}, TypeError, "`tokens` must be an array or nested lists"),
+    ({"on_tokens": 5}, TypeError, "`on_tokens` must be a function or None, got int"),
+    (
+        {"seed": jax.random.split(jax.random.key(0), 2)},
+        ValueError,
+        r"`seed` must be an int or one typed key, got keys of shape \(2,\)",
     ),
     (
         {"sampling": dspark_jax.Sampling(temperature=1.0, top_p=0.5)},
@@ -62,6 +69,17 @@ def test_bad_requests(changed, error, message, make_engine, asked):
         engine.submit(arguments.pop("tokens"), **arguments)
     engine.run()
     asked[0].check(good)
+
+
+def test_settings_are_checked_whatever_was_accepted_before(make_engine):
+    engine = make_engine("plain", sampling_fields=("temperature", "top_k"))
+    for top_k in (2, 1):
+        sampling = dspark_jax.Sampling(temperature=1.0, top_k=top_k)
+        engine.submit([1], max_new_tokens=1, sampling=sampling)
+    for top_k in (2.0, True):  # equal to those
+        sampling = dspark_jax.Sampling(temperature=1.0, top_k=top_k)
+        with pytest.raises(TypeError, match=r"`sampling.top_k` must hold integers"):
+            engine.submit([1], max_new_tokens=1, sampling=sampling)
 
 
 def test_a_request_longer_than_all_pages(make_engine):
@@ -148,8 +166,12 @@ def test_models_that_cannot_be_served(models):
     config = EngineConfig(max_length=32)
     with pytest.raises(TypeError, match="`target` must be a Target, got int"):
         serving.Engine(3, None, config=config)
+    with pytest.raises(TypeError, match="`config` must be an EngineConfig, got dict"):
+        serving.Engine(*models, config={"max_length": 32})
     with pytest.raises(TypeError, match="mode 'compact' needs a `drafter`"):
         serving.Engine(models.target, models.target_params, config=config)
+    with pytest.raises(TypeError, match="`drafter_params` must be the drafter's"):
+        serving.Engine(*models[:3], config=config)
     drafter, params = make_prompt_lookup(3)
     with pytest.raises(TypeError, match=r"`drafter` cannot be served: .*DenseCache"):
         serving.Engine(*models[:2], drafter, params, config=config)

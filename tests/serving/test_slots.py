@@ -18,7 +18,7 @@ def put(table, length, limit):
     request = RequestHandle(
         None, len(table.queue), [0] * length, limit, None, {}, [], None
     )
-    table.queue.put(request)
+    table.put(request)
     return request
 
 
