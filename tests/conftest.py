@@ -94,6 +94,14 @@ def quick_compilation():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="session")
+def quick_flags() -> str:
+    """The same for a process of its own: what to add to its XLA_FLAGS."""
+    return " ".join(
+        f"--{name}={str(value).lower()}" for name, value in QUICK_OPTIONS.items()
+    )
+
+
 @pytest.fixture(autouse=True)
 def _fixed_numpy_seed():
     np.random.seed(0)  # noqa: NPY002 (for libraries that draw from the global one)
