@@ -201,7 +201,7 @@ def test_a_request_twice_in_one_batch_gives_the_same_words():
 
 def test_a_tail_of_tiny_masses_is_drawn_at_its_rate():
     """110,000 tokens of 9e-8 each: mass 0.01. float32 noise of 24 bits draws half."""
-    size, mass, draws, rows = 110_000, 0.01, 3000, 40
+    size, mass, draws, rows = 110_000, 0.01, 12_000, 40
     logits = np.full((rows, size + 1), np.log(mass / size), np.float32)
     logits[:, 0] = np.log(1 - mass)
     settings = Sampling(temperature=jnp.ones((rows,), jnp.float32))
