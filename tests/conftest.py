@@ -69,8 +69,31 @@ QUICK_OPTIONS = {
 }
 
 
+@pytest.fixture(scope="session")
+def quick_options() -> dict:
+    """Those of QUICK_OPTIONS that this XLA has: they come and go with its releases."""
+    program, found = jax.jit(lambda: 0).lower(), {}
+    for name, value in QUICK_OPTIONS.items():
+        try:
+            program.compile(compiler_options={name: value})
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+        else:
+            found[name] = value
+    return found
+
+
+@pytest.fixture(scope="session")
+def quick_flags(quick_options) -> str:
+    """The same for a process of its own: what to add to its XLA_FLAGS."""
+    return " ".join(
+        f"--{name}={str(value).lower()}" for name, value in quick_options.items()
+    )
+
+
 @pytest.fixture(scope="module")
-def quick_compilation():
+def quick_compilation(quick_options):
     """For modules that compile more than they run, and compare with a tolerance.
 
     Programs of other modules are compiled as users' are: JAX's own caches do not know
@@ -84,7 +107,7 @@ def quick_compilation():
     get_options = compiler.get_compile_options
 
     def get_quick_options(*arguments, env_options_overrides=None, **more):
-        overrides = {**QUICK_OPTIONS, **(env_options_overrides or {})}
+        overrides = {**quick_options, **(env_options_overrides or {})}
         return get_options(*arguments, env_options_overrides=overrides, **more)
 
     jax.clear_caches()
@@ -92,14 +115,6 @@ def quick_compilation():
         patch.setattr(compiler, "get_compile_options", get_quick_options)
         yield
     jax.clear_caches()
-
-
-@pytest.fixture(scope="session")
-def quick_flags() -> str:
-    """The same for a process of its own: what to add to its XLA_FLAGS."""
-    return " ".join(
-        f"--{name}={str(value).lower()}" for name, value in QUICK_OPTIONS.items()
-    )
 
 
 @pytest.fixture(autouse=True)
