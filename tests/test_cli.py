@@ -18,6 +18,8 @@ import dspark_jax
 from dspark_jax import cli
 from dspark_jax.commands import generate, models, session
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FIELDS = {
     "text": str,
     "tokens": list,

@@ -1,6 +1,7 @@
 """Every notebook runs from top to bottom and uses public names only."""
 
 import ast
+import os
 import pathlib
 import shutil
 
@@ -43,7 +44,7 @@ def set_parameters(notebook, values):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # The kernel's sockets and loop are the notebook machinery's own affair.
 @pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
-def test_runs(path, monkeypatch, tmp_path):
+def test_runs(path, monkeypatch, tmp_path, quick_flags):
     nbclient = pytest.importorskip("nbclient")
     package = pathlib.Path(dspark_jax.__file__).parents[1]
     monkeypatch.setenv("PYTHONPATH", str(package))
@@ -52,7 +53,8 @@ def test_runs(path, monkeypatch, tmp_path):
     if path.stem in SMALLER:
         set_parameters(notebook, SMALLER[path.stem])
         # What is left is mostly compilation.
-        monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {quick_flags}"
+        monkeypatch.setenv("XLA_FLAGS", flags)
     for measured in FOLDER.glob("*.json"):
         shutil.copy(measured, tmp_path)
     resources = {"metadata": {"path": str(tmp_path)}}

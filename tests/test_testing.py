@@ -19,6 +19,8 @@ from dspark_jax import kv_cache, testing
 from dspark_jax.config import BlockConfig, RopeConfig
 from dspark_jax.types import Bound, Target
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LLAMA = {
     "num_layers": 2,
     "tied_embeddings": False,

@@ -20,6 +20,8 @@ from dspark_jax.drafters.load import load_drafter
 from dspark_jax.sampling import Sampling
 from dspark_jax.targets.load import load_target
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CASES = (
     "dflash_b7",
     "dspark_gated_b4",

@@ -22,6 +22,8 @@ from dspark_jax.sampling import Sampling
 from dspark_jax.targets import decoder
 from dspark_jax.types import Draft
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 V, K = 4, 3
 PATHS = V**K
 PATTERNS = np.array(list(itertools.product([False, True], repeat=K)))  # [2^K, K]

@@ -9,6 +9,8 @@ import dspark_jax
 from dspark_jax.config import Speculation
 from dspark_jax.evaluation import timing
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GROUPS = [[[1, 2, 3], [4]], [[5, 6], [7, 8, 9, 1]]]
 
 

@@ -5,8 +5,11 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.cached_attention import schedule
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 equal_shares = jax.jit(schedule.equal_shares, static_argnums=(1, 2, 3))
 
@@ -19,9 +22,7 @@ equal_shares = jax.jit(schedule.equal_shares, static_argnums=(1, 2, 3))
 )
 @hypothesis.settings(max_examples=25)
 def test_equal_shares_read_every_tile_once(tiles, heads, workers, max_parts):
-    plan = schedule.equal_shares(
-        jnp.asarray(tiles, jnp.int32), heads, workers, max_parts
-    )
+    plan = equal_shares(jnp.asarray(tiles, jnp.int32), heads, workers, max_parts)
     plan = jax.tree.map(np.asarray, plan)
     share = int(plan.share[0])
     assert share >= -(-sum(tiles) * heads // workers)

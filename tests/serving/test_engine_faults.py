@@ -23,6 +23,9 @@ from dspark_jax.serving import (
 from dspark_jax.testing import make_tiny_models
 from dspark_jax.types import Bound
 
+# First the words to compare with, compiled as for all other modules.
+pytestmark = pytest.mark.usefixtures("asked", "quick_compilation")
+
 COMPACT = {"num_pages": 9}  # the shapes of the other tests
 
 BAD_REQUESTS = (

@@ -14,6 +14,8 @@ from dspark_jax import serving
 from dspark_jax.decoding import round
 from dspark_jax.scheduling.costs import Costs, TokenCurve
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 V, K, NUM, SLOTS = 2, 2, 6, 32
 REQUESTS = 12_000
 TARGET = table_models.make_attending_target(V)

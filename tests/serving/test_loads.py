@@ -5,6 +5,9 @@ import pytest
 from dspark_jax.scheduling.costs import Costs, TokenCurve
 from dspark_jax.serving import loads
 
+# First the words to compare with, compiled as for all other modules.
+pytestmark = pytest.mark.usefixtures("asked", "quick_compilation")
+
 
 def make_jobs(asked, count):
     return [

@@ -20,6 +20,9 @@ from dspark_jax.serving.slots import SlotTable
 from dspark_jax.serving.upkeep import Upkeep
 from dspark_jax.types import Bound
 
+# First the words to compare with, compiled as for all other modules.
+pytestmark = pytest.mark.usefixtures("asked", "quick_compilation")
+
 PLAIN, FULL = Bucket(3, 3), Bucket(3, 12)
 FIELDS = (
     {"num_pages": 9},  # requests are preempted

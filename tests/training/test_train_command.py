@@ -166,12 +166,15 @@ def test_losses_that_are_not_finite(capsys, command, tmp_path):
     assert "the loss of every drafter is NaN or infinite" in err
 
 
-def start(command, work, *more):
+def start(command, work, quick_flags, *more):
     package = pathlib.Path(dspark_jax.__file__).parents[1]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(package), *sys.path]),
         "JAX_PLATFORMS": "cpu",  # bits are promised there
+        # Each process compiles in the same way, and the first one compiles for all.
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {quick_flags}",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     line = [sys.executable, "-m", "dspark_jax.cli", *command, "--work", str(work)]
     return subprocess.Popen(
@@ -206,24 +209,24 @@ def state_of(work, step):
 
 
 @pytest.mark.slow
-def test_a_killed_process_goes_on_bit_for_bit(command, tmp_path):
+def test_a_killed_process_goes_on_bit_for_bit(command, quick_flags, tmp_path):
     """Batches, anchors, losses and the last state are those of an unbroken run."""
     more = ("--steps", "300", "--set", "log_every=10", "--set", "keep_every=60")
     # It ends first: the others find its programs compiled.
-    assert finish(start(command, tmp_path / "whole", *more))[0] == 0
+    assert finish(start(command, tmp_path / "whole", quick_flags, *more))[0] == 0
     work = tmp_path / "killed"
-    process = start(command, work, *more)
+    process = start(command, work, quick_flags, *more)
     wait_for_step(work, 200, process)
     process.kill()  # between the checkpoints of steps 180 and 240
     finish(process)
-    stopped = start(command, work, *more)
+    stopped = start(command, work, quick_flags, *more)
     wait_for_step(work, 250, stopped)
     stopped.send_signal(signal.SIGTERM)
     status, err = finish(stopped)
     assert status == 143, err
     assert "resumed at step 180/300" in err
     assert "stopped by SIGTERM; the same command goes on" in err
-    status, err = finish(start(command, work, *more))
+    status, err = finish(start(command, work, quick_flags, *more))
     assert status == 0, err
     records, expected = records_of(work), records_of(tmp_path / "whole")
     # SIGTERM adds a checkpoint of its own, and so splits one record in two.

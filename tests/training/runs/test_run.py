@@ -15,6 +15,8 @@ from dspark_jax.interop import deepspec
 from dspark_jax.training.runs import events, loop, plots, run, run_folder, saving
 from dspark_jax.training.runs import trainer as trainer_lib
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TIMES = ("step_ms", "tokens_per_second")
 
 

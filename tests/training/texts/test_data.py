@@ -9,6 +9,8 @@ from dspark_jax.config import BlockConfig, DecoderConfig
 from dspark_jax.targets import decoder
 from dspark_jax.training.texts import data
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHARED = (3, 4, 5)
 CONFIG = data.DataConfig(
     length=60,

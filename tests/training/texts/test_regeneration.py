@@ -13,6 +13,8 @@ import dspark_jax
 from dspark_jax.targets.chatml import ChatFormat
 from dspark_jax.training.texts import answers, corpus_files, records, regeneration
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = answers.AnswerConfig(
     temperature=1.0, top_p=0.9, max_new_tokens=12, batch_rows=3
 )
