@@ -12,6 +12,12 @@ triton = pytest.importorskip("triton", reason="an extra")
 SHARED_BYTES = 227 * 1024  # of a block on an H200
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    """jax-triton, where another test has imported it, leaves triton without one."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("dtype", "width", "paged", "window", "parts"),
     [("bf16", 128, False, 0, 1), ("bf16", 64, True, 100, 4), ("fp32", 64, True, 0, 2)],
