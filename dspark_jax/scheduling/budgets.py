@@ -20,7 +20,7 @@ MARGIN = 0.01  # a predicted gain below it is within what predictions miss by
 # its clock for all that it does. Qwen3-4B's shapes, 128 requests on an H200 (700 W):
 # rounds that brought 5 % more words a second left the prefill steps between them 13 %
 # slower, and the whole 3.6 % slower than plain decoding. Where prefill takes two fifths
-# of the time, as there, a gain of 8 % in rounds is level.
+# of the time, as there, a gain of 8 % in rounds is level (docs/serving.md, "Measured").
 PLAIN_MARGIN = 0.08
 
 
