@@ -21,7 +21,8 @@ SUMMARY = "write text, with the target's words, faster than the target alone"
 DESCRIPTION = """\
 Writes an answer as it is accepted: a drafter proposes a block of tokens, the target
 checks the block in one pass, and what remains has exactly the target's distribution.
-The first run fetches the default target (93 MB) and compiles; later runs start at once.
+The first run fetches the default target (93 MB) and compiles; later runs find what is
+compiled, also for other prompts of about the same length.
 """
 EPILOG = """\
 examples:

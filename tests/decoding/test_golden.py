@@ -3,22 +3,17 @@
 `golden/README.md` says what is recorded; `golden/trim.py` what of it is kept here.
 """
 
-import functools
-import json
-
+import golden_traces
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import dspark_jax
-from dspark_jax import noise, sampling, tensor_files
+from dspark_jax import noise, sampling
 from dspark_jax.decoding import verify
 from dspark_jax.draft_sampler import DraftSampler
 from dspark_jax.drafters import dspark
-from dspark_jax.drafters.load import load_drafter
 from dspark_jax.sampling import Sampling
-from dspark_jax.targets.load import load_target
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,106 +28,11 @@ CASES = (
     "dspark_vanilla_b7",
     "dspark_vanilla_b7_tied",
 )
-NEW = 32  # tokens of a recorded trace
-
-
-@functools.cache
-def load(golden, case):
-    target_name = "qwen3_tied" if case.endswith("tied") else "qwen3_untied"
-    target, target_params = load_target(golden / "targets" / target_name)
-    folder = golden / "cases" / case
-    drafter, params = load_drafter(folder / "drafter", target)
-    traces = json.loads((folder / "decode.json").read_text())
-    tensors = tensor_files.read(folder / "decode.safetensors")
-    return (target, target_params), (drafter, params), traces, tensors
-
-
-def pad(rows, fill=0):
-    width = max(map(len, rows))
-    return np.array([[*row, *[fill] * (width - len(row))] for row in rows], np.int32)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_traces_round_by_round(golden, case):
-    """All traces, thresholds and stop tokens of a case in one batch."""
-    (target, target_params), (drafter, params), recorded, _ = load(golden, case)
-    length = drafter.config.block_size
-    traces = []
-    for trace in recorded["traces"]:
-        traces.append(trace)
-        traces += [v | {"prompt": trace["prompt"]} for v in trace["variants"]]
-    prompts = pad([trace["prompt"] for trace in traces])
-    lengths = np.array([len(trace["prompt"]) for trace in traces], np.int32)
-    stops = pad([[*trace.get("stop_token_ids", []), -1] for trace in traces], fill=-1)
-    thresholds = [trace.get("confidence_threshold", 0.0) for trace in traces]
-    num_rounds = max(len(trace["rounds"]) for trace in traces)
-    has_confidence = drafter.config.confidence_kind != "none"
-
-    @jax.jit
-    def run(target_params, params, limits):
-        models = {
-            "target": target,
-            "target_params": target_params,
-            "drafter": drafter,
-            "drafter_params": params,
-            "stop_tokens": jnp.asarray(stops),
-        }
-        state = dspark_jax.prefill(
-            jax.random.key(0),
-            jnp.asarray(prompts),
-            jnp.asarray(lengths),
-            capacity=prompts.shape[1] + NEW + length + 1,
-            max_new_tokens=NEW + length + 1,
-            limits=limits,
-            **models,
-        )
-        threshold = jnp.asarray(thresholds, jnp.float32) if has_confidence else None
-
-        def step(state, _):
-            state, info = dspark_jax.speculative_round(
-                state, confidence_threshold=threshold, **models
-            )
-            return state, (info, state.stats.accepted_sum, state.stats.num_rounds)
-
-        return jax.lax.scan(step, state, None, length=num_rounds + 2)
-
-    rows = len(traces)
-    _, (info, accepted_sum, counted) = run(
-        target_params, params, jnp.full((rows,), NEW + length + 1, jnp.int32)
-    )
-    drafted = np.asarray(info.draft.tokens)
-    for b, trace in enumerate(traces):
-        for index, expected in enumerate(trace["rounds"]):
-            tokens = drafted[index, b]
-            is_stop = np.isin(tokens, trace.get("stop_token_ids", []))
-            window = expected["draft_token_count"]
-            if is_stop[:window].any():
-                window = int(np.argmax(is_stop)) + 1
-            assert int(info.verify_length[index, b]) == window
-            assert int(info.num_accepted[index, b]) == expected["accepted"]
-            assert int(info.next_token[index, b]) == expected["next_token"]
-            if "draft_tokens" in expected:
-                np.testing.assert_array_equal(tokens, expected["draft_tokens"])
-            if "confidence_logits" in expected:
-                np.testing.assert_allclose(
-                    info.draft.confidence_logits[index, b],
-                    expected["confidence_logits"],
-                    atol=1e-5,
-                )
-        last = len(trace["rounds"]) - 1
-        assert int(counted[last, b]) == last + 1
-        assert int(accepted_sum[last, b]) == sum(trace["acceptance_lengths"])
-        if "tau" in trace:
-            found = int(accepted_sum[last, b]) / (last + 1)
-            np.testing.assert_allclose(found, trace["tau"])
-
-    state, _ = run(target_params, params, jnp.full((rows,), NEW, jnp.int32))
-    assert bool(state.is_done.all())
-    for b, trace in enumerate(traces):
-        text = np.asarray(state.tokens[b, lengths[b] : state.lengths[b]])
-        np.testing.assert_array_equal(text, trace["spec_tokens"][:NEW])
-        if "greedy_tokens" in trace:
-            np.testing.assert_array_equal(text, trace["greedy_tokens"])
+    golden_traces.check_traces(golden, case)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,7 +41,8 @@ def test_numbers_of_a_round(golden, case, monkeypatch):
 
     Drafted tokens and uniforms are the recorded ones.
     """
-    (target, target_params), (drafter, params), recorded, tensors = load(golden, case)
+    loaded = golden_traces.load(golden, case)
+    (target, target_params), (drafter, params), recorded, tensors = loaded
     config, length = drafter.config, drafter.config.block_size
     rounds = []  # (prefix of the tensors' names, text, recorded round, temperature)
     for index, trace in enumerate(recorded["traces"]):
@@ -153,7 +54,7 @@ def test_numbers_of_a_round(golden, case, monkeypatch):
         for j, one in zip(trace["indices"], trace["rounds"], strict=True):
             rounds.append((f"s{index}.r{j}.", text, one, trace["temperature"]))
     starts = np.array([one["start"] for _, _, one, _ in rounds], np.int32)
-    texts = pad([text[: one["start"] + 1] for _, text, one, _ in rounds])
+    texts = golden_traces.pad([text[: one["start"] + 1] for _, text, one, _ in rounds])
     anchors = texts[np.arange(len(rounds)), starts]
     forced = np.array([one["draft_tokens"] for _, _, one, _ in rounds], np.int32)
     temperatures = np.array([row[-1] for row in rounds], np.float32)
