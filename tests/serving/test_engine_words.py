@@ -6,6 +6,7 @@ drafter has not seen are few in some, so that they fill up.
 """
 
 import draft_context
+import engine_books
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -49,26 +50,6 @@ def take_any_bucket(engine, random):
         return bucket, RoundPlan(0 if bucket.is_plain else most, None, 0)
 
     engine._loop.planner.plan = plan
-
-
-def check_bookkeeping(engine, handles):
-    """No page is lost or held twice; slots and pages belong to those that run."""
-    table = engine._loop.slots
-    held = [page for request in table.running for page in request._pages]
-    assert len(held) == len(set(held))
-    assert len(held) + table.pages.num_free == engine.config.total_pages
-    assert set(held).isdisjoint(table.pages._free)
-    slots = [request._slot for request in table.running]
-    assert len(slots) == len(set(slots)) <= engine.config.num_slots
-    ids = [request.request_id for request in table.running]
-    assert ids == sorted(ids)
-    for request, row in zip(table.running, table.tables(slots), strict=True):
-        assert row[row >= 0].tolist() == request._pages
-    growths = [table._growth_of(request) for request in table.running]
-    assert table._growth == sum(growths)
-    assert table._num_growing == np.count_nonzero(growths)
-    alive = [handle for handle in handles if not handle.is_done]
-    assert len(alive) == len(table.running) + len(table.queue)
 
 
 @pytest.mark.parametrize("case", range(len(CONFIGS)))
@@ -125,13 +106,13 @@ def test_words_under_random_arrivals_cancels_and_preemption(case, make_engine, a
         @stateful.invariant()
         def bookkeeping(self):
             if hasattr(self, "engine"):
-                check_bookkeeping(self.engine, self.handles)
+                engine_books.check(self.engine, self.handles)
 
         def teardown(self):
             if not hasattr(self, "engine"):
                 return
             self.engine.run()
-            check_bookkeeping(self.engine, self.handles)
+            engine_books.check(self.engine, self.handles)
             assert self.engine.metrics()["num_free_pages"] == total_pages
             for handle, want, stream in zip(
                 self.handles, self.wants, self.streams, strict=True

@@ -3,6 +3,7 @@
 import pathlib
 import sys
 
+import engine_books
 import pytest
 
 from dspark_jax import serving
@@ -54,20 +55,10 @@ def run_with_interrupt(engine, number):
                 is_going = engine.step()
         except KeyboardInterrupt:
             is_going = True
-        check_books(engine)
+        engine_books.check(engine, handles)
         if not is_going:
             return handles, interrupter.place
     raise AssertionError(f"it never ends after {interrupter.place}: {handles}")
-
-
-def check_books(engine):
-    table = engine._loop.slots
-    held = [page for request in table.running for page in request._pages]
-    assert sorted([*held, *table.pages._free]) == [*range(engine.config.total_pages)]
-    growths = [table._growth_of(request) for request in table.running]
-    assert table._growth == sum(growths)
-    assert table._num_growing == sum(growth > 0 for growth in growths)
-    assert len(table.alive) == len(table.running) + len(table.queue)
 
 
 @pytest.mark.parametrize("mode", ["plain", "static"])
@@ -114,6 +105,6 @@ def test_an_interrupt_while_another_is_handled(make_engine, monkeypatch):
     monkeypatch.undo()
     assert not engine.is_idle
     engine.run()
-    check_books(engine)
+    engine_books.check(engine, handles)
     assert all(handle.is_done for handle in handles)
     assert engine.is_idle
