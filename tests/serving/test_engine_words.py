@@ -129,7 +129,7 @@ def test_words_under_random_arrivals_cancels_and_preemption(case, make_engine, a
     stateful.run_state_machine_as_test(
         Machine,
         settings=hypothesis.settings(
-            max_examples=25,
+            max_examples=32,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
