@@ -3,6 +3,7 @@
 Every message names the argument, the rule and what was given.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,13 +61,7 @@ def check_drafter_fits(drafter_config: Any, target_config: Any) -> None:
 
 def as_array(name: str, value: Any) -> jax.Array:
     """`value` as an array; raises TypeError if it is none (ragged lists, say)."""
-    try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`{name}` must be an array or nested lists of equal length, got "
-            f"{_shortened(value)}"
-        ) from error
+    return _converted(name, value, jnp.asarray)
 
 
 def check_int(name: str, value: Any, low: int) -> int:
@@ -126,13 +121,7 @@ def known(name: str, value: Any) -> np.ndarray | None:
     """
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
         return None
-    try:
-        return np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"`{name}` must be an array or nested lists of equal length, got "
-            f"{_shortened(value)}"
-        ) from error
+    return _converted(name, value, np.asarray)
 
 
 def check_range(name: str, value: Any, low: int, high: int, rule: str) -> None:
@@ -159,6 +148,16 @@ def _as_threefry(keys: jax.Array) -> jax.Array:
     for column in range(words.shape[1]):
         mixed = jax.vmap(jax.random.fold_in)(mixed, words[:, column])
     return mixed
+
+
+def _converted(name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
+    try:
+        return convert(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`{name}` must be an array or nested lists of equal length, got "
+            f"{_shortened(value)}"
+        ) from error
 
 
 def _shortened(value: Any) -> str:

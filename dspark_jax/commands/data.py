@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dspark_jax.commands import failure
-from dspark_jax.targets.fetch import DEFAULT_TARGET
+from dspark_jax.targets import DEFAULT_TARGET
 
 SUMMARY = "make training texts, and look at them"
 DESCRIPTION = """\

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_jax import config
 from dspark_jax.commands import failure, options, report, terminal
-from dspark_jax.targets.fetch import DEFAULT_TARGET
+from dspark_jax.targets import DEFAULT_TARGET
 
 if TYPE_CHECKING:  # They import JAX, which a mistyped option need not wait for.
     from dspark_jax.commands import models

@@ -7,7 +7,7 @@ from typing import Any
 
 from dspark_jax import config
 from dspark_jax.commands import failure
-from dspark_jax.targets.fetch import DEFAULT_TARGET
+from dspark_jax.targets import DEFAULT_TARGET
 
 SHIPPED_DRAFTER = "dspark-smollm2-135m"
 MAX_SEED = 2**32
@@ -157,9 +157,12 @@ def check_exists(arguments: argparse.Namespace, *names: str) -> None:
                 continue
             path = value.partition("=")[2] if name == "drafter" else ""
             path = path or value
-            is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf")
-            is_path = is_path or name in ("prompts", "corpus", "sts")
-            is_path = is_path or path.count("/") > 1  # a hub name has one
+            is_path = (
+                name in ("prompts", "corpus", "sts")
+                or path.startswith((".", "/", "~"))
+                or path.endswith(".gguf")
+                or path.count("/") > 1  # a hub name has one
+            )
             if is_path and not pathlib.Path(path).exists():
                 raise failure.Failure(f"{option(name)}: no such file or folder: {path}")
 

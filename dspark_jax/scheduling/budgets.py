@@ -68,8 +68,7 @@ def budget(
     Compares τ(bucket) / seconds(bucket) over the buckets, where τ is B plus the highest
     survivals that fit, and B / plain_seconds. Shortened windows are chosen only if they
     beat full ones by `margin`, and drafting only if it beats no draft by
-    `plain_margin`.
-    Ties go to no draft, then to full windows, then to fewer tokens.
+    `plain_margin`. Ties go to no draft, then to full windows, then to fewer tokens.
 
     Args:
       past: of the B requests of this step, from `ConfidenceRelay.read`.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_jax.scheduling import json_files, metrics
+from dspark_jax.scheduling import json_files, metrics, planner
 
 MAX_POSITIONS = 1024  # more than any block has; a file with more is damaged
 
@@ -161,11 +161,7 @@ def apply(confidence: np.ndarray, temperatures: Sequence[float]) -> np.ndarray:
     if raw.ndim != 2:
         raise ValueError(f"`confidence` must have shape (n, K), got {raw.shape}")
     check_length(temperatures, raw.shape[1])
-    raw = np.where(np.isfinite(raw), raw, 0.0)
-    is_outside = (raw < 0) | (raw > 1)
-    if np.any(is_outside):
-        worst = float(raw[is_outside][0])
-        raise ValueError(f"`confidence` must lie in [0, 1], got {worst}")
+    raw = planner.finite(raw)
     scale = np.asarray(temperatures, np.float64)[None, : raw.shape[1]]
     with np.errstate(divide="ignore", over="ignore"):
         logits = np.log(raw) - np.log1p(-raw)  # -inf and inf for 0 and 1

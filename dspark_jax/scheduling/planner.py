@@ -100,12 +100,17 @@ def survival(confidence: np.ndarray) -> np.ndarray:
         raise ValueError(
             f"`confidence` must have shape (B, K), B >= 1, got {confidence.shape}"
         )
+    return np.cumprod(finite(confidence), axis=1)
+
+
+def finite(confidence: np.ndarray) -> np.ndarray:
+    """Confidences, 0 where one is not finite; raises ValueError outside [0, 1]."""
     confidence = np.where(np.isfinite(confidence), confidence, 0.0)
     is_outside = (confidence < 0) | (confidence > 1)
     if np.any(is_outside):
         worst = float(confidence[is_outside][0])
         raise ValueError(f"`confidence` must lie in [0, 1], got {worst}")
-    return np.cumprod(confidence, axis=1)
+    return confidence
 
 
 def allocate(survival: np.ndarray, budget: int) -> np.ndarray:

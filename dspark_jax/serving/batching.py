@@ -76,7 +76,7 @@ def check_buckets(
     for bucket in buckets:
         if bucket.tokens > bucket.requests * width:
             raise ValueError(
-                f"buckets must not have more tokens than their requests can feed, "
+                "buckets must not have more tokens than their requests can feed, "
                 f"{bucket.requests} * {width}, got {bucket}"
             )
     for requests in {bucket.requests for bucket in buckets}:

