@@ -8,11 +8,12 @@ carries the step that it came from.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from dspark_jax.scheduling import planner
 from dspark_jax.scheduling.relay import PastConfidence
 
 MARGIN = 0.01  # a predicted gain below it is within what predictions miss by
@@ -54,7 +55,7 @@ def budget(
     past: PastConfidence,
     *,
     step: int,
-    buckets: Sequence[int],
+    buckets: Sequence[int] | np.ndarray,
     seconds: np.ndarray,
     plain_seconds: float | None = None,
     margin: float = MARGIN,
@@ -101,8 +102,11 @@ def budget(
     for name, share in (("margin", margin), ("plain_margin", plain_margin)):
         if not 0 <= share < float("inf"):
             raise ValueError(f"`{name}` must be finite and at least 0, got {share}")
-    alive = planner.survival(past.confidence)
+    # Survival (`planner.survival`), of numbers that the relay has checked.
+    alive = np.cumprod(past.confidence, axis=1)
     rows, length = alive.shape
+    if not rows:
+        raise ValueError("`past` must have at least one request, got none")
     if max_verify_length is not None:
         limits = np.asarray(max_verify_length)
         if limits.shape != (rows,):
@@ -118,7 +122,8 @@ def budget(
             f"largest holds {sizes[-1]}"
         )
     sizes, costs = sizes[fits], costs[fits]
-    gains = np.concatenate([[0.0], np.cumsum(np.sort(alive, axis=None)[::-1])])
+    gains = np.zeros(alive.size + 1)
+    np.cumsum(np.sort(alive, axis=None)[::-1], out=gains[1:])
     drafts = np.minimum(sizes - rows - other_tokens, rows * length)
     tokens = rows + gains[drafts]
     throughput = tokens / costs
@@ -149,28 +154,31 @@ def _full(drafts: np.ndarray) -> int:
 
 
 def _check(
-    buckets: Sequence[int],
+    buckets: Sequence[int] | np.ndarray,
     seconds: np.ndarray,
     plain_seconds: float | None,
     other_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     sizes, costs = np.asarray(buckets), np.asarray(seconds, np.float64)
-    if sizes.ndim != 1 or not len(sizes) or not np.issubdtype(sizes.dtype, np.integer):
+    if sizes.ndim != 1 or not len(sizes) or sizes.dtype.kind not in "iu":
         raise ValueError(f"`buckets` must be integers (n,), n >= 1, got {buckets!r}")
-    if np.any(np.diff(sizes) <= 0) or sizes[0] < 1:
+    # A few numbers, checked every turn of an engine: lists are faster than arrays.
+    values = sizes.tolist()
+    if values[0] < 1 or any(a >= b for a, b in itertools.pairwise(values)):
         raise ValueError(
-            f"`buckets` must be positive and strictly increasing, got {sizes.tolist()}"
+            f"`buckets` must be positive and strictly increasing, got {values}"
         )
     if costs.shape != sizes.shape:
         raise ValueError(
             f"`seconds` must have one value a bucket, ({len(sizes)},), got "
             f"{costs.shape}"
         )
-    given = costs if plain_seconds is None else np.append(costs, plain_seconds)
-    if not np.all((given > 0) & np.isfinite(given)):
+    given = costs.tolist()
+    if plain_seconds is not None:
+        given.append(float(plain_seconds))
+    if not all(0 < value < math.inf for value in given):
         raise ValueError(
-            "`seconds` and `plain_seconds` must be positive and finite, got "
-            f"{given.tolist()}"
+            f"`seconds` and `plain_seconds` must be positive and finite, got {given}"
         )
     if other_tokens < 0:
         raise ValueError(f"`other_tokens` must be at least 0, got {other_tokens}")

@@ -198,17 +198,15 @@ class Plane:
         object.__setattr__(self, "step_seconds", rows)
         object.__setattr__(self, "repair", probes.change(values, smooth))
 
-    @functools.cached_property
-    def _rows(self) -> np.ndarray:
-        return np.asarray(self.step_seconds)
-
     def seconds(self, packed_tokens: Any, context_tokens: float) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
-        rows = self._rows
         at, share = probes.bracket(context_tokens, self.context_tokens)
-        low, high = rows[:, at], rows[:, min(at + 1, rows.shape[1] - 1)]
-        # Slopes of different rows may cross beyond the last probe: keep their order.
-        column = np.maximum.accumulate(low + share * (high - low))
+        after = min(at + 1, len(self.context_tokens) - 1)
+        column, most = [], 0.0
+        for row in self.step_seconds:  # a few: numbers are faster than arrays
+            # Slopes of rows may cross beyond the last probe: keep their order.
+            most = max(most, row[at] + share * (row[after] - row[at]))
+            column.append(most)
         return probes.interpolate(packed_tokens, self.packed_tokens, column)
 
 

@@ -16,14 +16,15 @@ MAX_SIZE = 2**40  # requests or tokens
 MAX_SECONDS = 1e9
 
 
-def interpolate(at: Any, probes: Sequence[int], values: Any) -> np.ndarray:
+def interpolate(at: Any, probes: Sequence[int], values: Sequence[float]) -> np.ndarray:
     """Linear between probes, the last slope beyond them, the first value below."""
-    at, values = np.asarray(at, np.float64), np.asarray(values, np.float64)
+    at = np.asarray(at, np.float64)
     found = np.interp(at, probes, values)
-    if len(probes) > 1:
+    beyond = at - probes[-1]
+    if len(probes) > 1 and beyond.max(initial=0) > 0:
         slope = (values[-1] - values[-2]) / (probes[-1] - probes[-2])
-        found = found + slope * np.maximum(at - probes[-1], 0)
-    return found
+        found = found + slope * np.maximum(beyond, 0)
+    return np.asarray(found)
 
 
 def isotonic(values: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -105,7 +105,7 @@ class ConfidenceRelay:
                 f"`step` must be above the last published one, {self._newest}, got "
                 f"{step}"
             )
-        if len(np.unique(rows)) != len(rows):
+        if len(set(rows.tolist())) != len(rows):
             raise ValueError(f"`slots` must name no slot twice, got {rows.tolist()}")
         length = self._confidence.shape[1]
         shape = tuple(confidence.shape)
@@ -126,20 +126,20 @@ class ConfidenceRelay:
         """
         rows = self._check_slots(slots)
         self._take_arrived(step - self.lag)
+        confidence, origin = self._confidence[rows], self._origin[rows]
         is_known = self._known_generation[rows] == self._generation[rows]
-        is_known &= self._origin[rows] <= step - self.lag
-        confidence = np.where(
-            is_known[:, None], self._confidence[rows], self._average[None]
-        )
-        confidence.flags.writeable = False
-        origin = np.where(is_known, self._origin[rows], -1)
+        is_known &= origin <= step - self.lag
         past = object.__new__(PastConfidence)
+        past.newest_step = -1
+        if not is_known.all():
+            confidence[~is_known] = self._average
+            origin[~is_known] = -1
+            past.newest_step = self._average_step
+        confidence.flags.writeable = False
         past.confidence = confidence
         past.is_known = is_known
         past.origin_step = origin
-        past.newest_step = int(origin.max(initial=-1))
-        if not is_known.all():
-            past.newest_step = max(past.newest_step, self._average_step)
+        past.newest_step = max(past.newest_step, int(origin.max(initial=-1)))
         return past
 
     def _take_arrived(self, last_step: int) -> None:
@@ -150,7 +150,8 @@ class ConfidenceRelay:
                 waiting.append(entry)
                 continue
             values = np.asarray(entry.confidence, np.float64)[: len(entry.slots)]
-            values = np.clip(np.where(np.isfinite(values), values, 0.0), 0.0, 1.0)
+            values = np.where(np.isfinite(values), values, 0.0)
+            values = np.minimum(np.maximum(values, 0.0), 1.0)
             is_newer = entry.step > self._origin[entry.slots]
             slots = entry.slots[is_newer]
             self._confidence[slots] = values[is_newer]
@@ -166,13 +167,15 @@ class ConfidenceRelay:
         self._num_averaged += len(values)
         # A plain mean at first, an exponential one later.
         share = max(len(values) / self._num_averaged, -np.expm1(-len(values) / MEMORY))
-        self._average = self._average + share * (values.mean(axis=0) - self._average)
+        mean = np.add.reduce(values) / len(values)
+        self._average = self._average + share * (mean - self._average)
         self._average_step = max(self._average_step, step)
 
     def _check_slots(self, slots: Sequence[int]) -> np.ndarray:
         array = np.asarray(slots, np.int64)
         count = len(self._generation)
-        if array.ndim != 1 or np.any((array < 0) | (array >= count)):
+        values = array.tolist() if array.ndim == 1 else [-1]
+        if values and not 0 <= min(values) <= max(values) < count:
             raise ValueError(f"`slots` must lie in 0..{count - 1}, got {slots!r}")
         return array
 

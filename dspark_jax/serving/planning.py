@@ -64,10 +64,14 @@ class RoundPlanner:
                     "mode %r without `costs`: every window is full", config.mode
                 )
         # "cap-accept" commits what "compact" would, whose shapes it does not run.
-        self._shapes = grid
         if config.mode == "cap-accept":
             shapes = buckets_of("compact", grid.requests, draft_length)
-            self._shapes = BucketGrid((*shapes, *grid.buckets))
+            grid = BucketGrid((*shapes, *grid.buckets))
+        # By requests: packed tokens of the drafting shapes, and whether one is plain.
+        self._sizes = {
+            requests: (np.array(grid.drafting(requests)), grid.has_plain(requests))
+            for requests in grid.requests
+        }
 
     def use_costs(self, costs: Costs | OnlineCosts | None) -> None:
         """Plans by these prices from now on."""
@@ -156,13 +160,8 @@ class RoundPlanner:
     ) -> tuple[Bucket, Budget]:
         assert self._relay is not None
         assert self._costs is not None
-        sizes = [
-            size
-            for size in self._shapes.drafting(self._shapes.requests_for(requests))
-            if size >= requests
-        ]
-        has_plain = self._shapes.has_plain(requests)
-        seconds = self._costs.seconds(requests, np.array(sizes), context)
+        sizes, has_plain = self._sizes[requests]
+        seconds = self._costs.seconds(requests, sizes, context)
         choice = budget(
             self._relay.read(step, slots),
             step=step,
@@ -174,7 +173,7 @@ class RoundPlanner:
             margin=self._config.margin,
             plain_margin=self._config.plain_margin,
             must_draft=self._since_draft >= self._config.probe_every,
-            max_verify_length=np.clip(remaining - 1, 0, self._draft_length),
+            max_verify_length=remaining - 1,
         )
         self._since_draft = 0 if choice.is_drafting else self._since_draft + 1
         if self._config.mode == "cap-accept":
