@@ -22,6 +22,7 @@ from dspark_jax.serving import loads
 
 _FIXED = ("plain", "static")
 _WAVES = 3  # requests of a trial for each that runs at once
+_BUSY_HOST = 0.9  # share of the time from which on a hint is printed
 
 
 class _Load:
@@ -232,6 +233,24 @@ def print_table(result: dict[str, Any]) -> None:
     console = rich.console.Console(highlight=False)
     console.print(table)
     console.print("ratio: to the better of plain and static, with its 95 % interval")
+    if (hint := _hint(result)) is not None:
+        console.print(hint)
+
+
+def _hint(result: dict[str, Any]) -> str | None:
+    """What to try where the host is what takes the time."""
+    shares = [
+        found["host_share"]
+        for point in result["points"]
+        for found in point["modes"].values()
+    ]
+    if not any(share is not None and share >= _BUSY_HOST for share in shares):
+        return None
+    return (
+        f"host % of {100 * _BUSY_HOST:.0f} and more: the device waits for the host. "
+        "More rounds a call spare it: "
+        f"--rounds-per-step {4 * result['rounds_per_step']}"
+    )
 
 
 def _of_mode(

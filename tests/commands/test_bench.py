@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from dspark_jax.commands import bench_serve
 from dspark_jax.serving import loads
 
 RATES = [0.7, 0.65, 0.6, 0.6, 0.6, 0.6, 0.6]
@@ -163,3 +164,24 @@ def test_bad_input(arguments, message, run, tmp_path, monkeypatch):
     assert err.startswith("dspark bench: error:")
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("host_share", "is_hinted"), [(0.95, True), (0.6, False)])
+def test_the_table_says_when_the_host_takes_the_time(host_share, is_hinted, capsys):
+    mode = {
+        "tokens_per_second": 100.0,
+        "user_tokens_per_second": 90.0,
+        "accepted_length": None,
+        "mean_verify_length": None,
+        "host_share": host_share,
+    }
+    bench_serve.print_table(
+        {
+            "target": "a",
+            "device": "b",
+            "is_replayed": False,
+            "rounds_per_step": 1,
+            "points": [{"concurrency": 1, "modes": {"plain": mode}}],
+        }
+    )
+    assert ("--rounds-per-step 4" in capsys.readouterr().out) == is_hinted
