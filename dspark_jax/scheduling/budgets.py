@@ -182,4 +182,4 @@ def _check(
         )
     if other_tokens < 0:
         raise ValueError(f"`other_tokens` must be at least 0, got {other_tokens}")
-    return sizes, costs
+    return sizes.astype(np.int64), costs  # narrow integers may not hold B (K + 1)

@@ -161,7 +161,7 @@ class Additive:
         theta = probes.interpolate(
             packed_tokens, self.packed_tokens, self.theta_seconds
         )
-        return fixed + alpha + theta
+        return np.asarray(fixed + alpha + theta)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,12 +200,12 @@ class Plane:
 
     def seconds(self, packed_tokens: Any, context_tokens: float) -> np.ndarray:
         """Seconds, float64 of the shape of `packed_tokens`."""
-        at, share = probes.bracket(context_tokens, self.context_tokens)
+        at, share = probes.bracket(float(context_tokens), self.context_tokens)
         after = min(at + 1, len(self.context_tokens) - 1)
         column, most = [], 0.0
         for row in self.step_seconds:  # a few: numbers are faster than arrays
             # Slopes of rows may cross beyond the last probe: keep their order.
-            most = max(most, row[at] + share * (row[after] - row[at]))
+            most = max(row[at] + share * (row[after] - row[at]), most)  # NaN stays
             column.append(most)
         return probes.interpolate(packed_tokens, self.packed_tokens, column)
 
@@ -244,7 +244,7 @@ class Grid:
         # Planes are not made monotone against each other: beyond the last one a falling
         # pair must not lead to steps that cost nothing.
         mixed = low + share * (high - low)
-        return np.maximum(mixed, high) if share > 1 else mixed
+        return np.asarray(np.maximum(mixed, high) if share > 1 else mixed)
 
 
 def curve(

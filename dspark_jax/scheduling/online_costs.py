@@ -49,7 +49,7 @@ class OnlineCosts:
             self._factor(requests, int(size), context_tokens, True)
             for size in sizes.reshape(-1)
         ]
-        return table * np.reshape(factors, sizes.shape)
+        return np.asarray(table * np.reshape(factors, sizes.shape))
 
     def plain_seconds(self, requests: int, context_tokens: float = 0) -> float:
         """Seconds of a step that drafts nothing, as `Costs.plain_seconds`."""

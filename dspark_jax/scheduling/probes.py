@@ -21,7 +21,7 @@ def interpolate(at: Any, probes: Sequence[int], values: Sequence[float]) -> np.n
     at = np.asarray(at, np.float64)
     found = np.interp(at, probes, values)
     beyond = at - probes[-1]
-    if len(probes) > 1 and beyond.max(initial=0) > 0:
+    if len(probes) > 1 and not beyond.max(initial=0) <= 0:  # NaN: of the others, maybe
         slope = (values[-1] - values[-2]) / (probes[-1] - probes[-2])
         found = found + slope * np.maximum(beyond, 0)
     return np.asarray(found)

@@ -99,7 +99,7 @@ class ConfidenceRelay:
             step's drafts: a numpy array, or a device array with `is_ready()`, whose
             copy to the host the caller has started (`copy_to_host_async`).
         """
-        rows = self._check_slots(slots)
+        rows = self._check_slots(slots).copy()  # the caller's array may be reused
         if step <= self._newest:
             raise ValueError(
                 f"`step` must be above the last published one, {self._newest}, got "
@@ -114,6 +114,8 @@ class ConfidenceRelay:
                 f"`confidence` must have shape (n, K) = ({len(rows)}, {length}), or "
                 f"more rows, got {shape}"
             )
+        if isinstance(confidence, np.ndarray):  # and so may this one
+            confidence = confidence.copy()
         self._newest = step
         generation = self._generation[rows]
         self._ring.append(_Published(step, rows, generation, confidence))
