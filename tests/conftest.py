@@ -26,6 +26,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+import dspark_jax
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_num_cpu_devices", 8)  # changes nothing on a GPU
@@ -132,6 +134,13 @@ def golden() -> pathlib.Path:
 def root() -> pathlib.Path:
     """The folder that holds tests/: the checkout, or a copy elsewhere."""
     return pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture
+def package_environment() -> dict[str, str]:
+    """For a process of its own that must import the package that is tested here."""
+    package = pathlib.Path(dspark_jax.__file__).parents[1]
+    return {**os.environ, "PYTHONPATH": str(package)}
 
 
 @pytest.fixture(scope="session")

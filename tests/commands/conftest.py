@@ -1,6 +1,8 @@
-"""A tiny target with a tokenizer and its drafter, as folders a command can load."""
+"""A tiny target with a tokenizer and its drafter as folders, and commands to run."""
 
+import io
 import json
+import sys
 
 import pytest
 
@@ -52,3 +54,33 @@ def run(capsys):
         return status, out, err
 
     return call
+
+
+@pytest.fixture
+def run_json(run):
+    """Runs `dspark` with --json, which must succeed, and returns the object."""
+
+    def call(*arguments):
+        status, out, err = run(*arguments, "--json")
+        assert status == 0, err
+        return json.loads(out.splitlines()[-1])
+
+    return call
+
+
+@pytest.fixture
+def command(target, drafters):
+    """`dspark generate` up to what a test adds."""
+    drafter = drafters["dspark_vanilla_b4"]
+    return ["generate", "--target", str(target), "--drafter", str(drafter)]
+
+
+@pytest.fixture
+def pipe(monkeypatch):
+    """Puts bytes into stdin."""
+
+    def into_stdin(content):
+        text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8")
+        monkeypatch.setattr(sys, "stdin", text)
+
+    return into_stdin

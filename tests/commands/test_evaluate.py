@@ -21,20 +21,14 @@ def options(target, drafters, prompt_file):
     ]
 
 
-def run_json(run, *arguments):
-    status, out, err = run(*arguments, "--json")
-    assert status == 0, err
-    return json.loads(out.splitlines()[-1])
-
-
-def test_numbers_are_the_library_s(run, options, drafters, target, tmp_path):
+def test_numbers_are_the_library_s(run_json, options, drafters, target, tmp_path):
     sts = calibration.Calibration(
         temperatures=(1.5, 2.0, 0.5, 1.0), rule="block", temperature=0.8
     )
     calibration.write(tmp_path / "sts.json", sts)
     folder = tmp_path / "results" / "first"
     result = run_json(
-        run, *options, "--drafter", drafters["dspark_vanilla_b4"],
+        *options, "--drafter", drafters["dspark_vanilla_b4"],
         "--temperature", 0, 0.8, "--rule", "block", "--seed", 5, "--limit", 2,
         "--sts", tmp_path / "sts.json", "--output", folder, "--plot",
     )  # fmt: skip
@@ -126,9 +120,9 @@ def test_several_drafters_lengths_and_the_clock(run, options, drafters, tmp_path
     assert "flat, T = 0, token, K = 7: τ" in err
 
 
-def test_threshold_runs_and_draft_lengths(run, options, drafters):
+def test_threshold_runs_and_draft_lengths(run_json, options, drafters):
     result = run_json(
-        run, *options, "--limit", 1, "--temperature", 1,
+        *options, "--limit", 1, "--temperature", 1,
         "--drafter", drafters["dspark_vanilla_b4"],
         "--draft-length", 2, 4, "--thresholds", 0, 1, "--threshold-runs",
     )  # fmt: skip

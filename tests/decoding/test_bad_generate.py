@@ -6,11 +6,12 @@ import bad_arguments
 import jax
 import jax.numpy as jnp
 import pytest
+from bad_prompts import BOTH
+from bad_speculation import SPECULATIVE, keep_a_float
 
 import dspark_jax
 from dspark_jax import testing
 
-BOTH, SPECULATIVE = bad_arguments.BOTH, bad_arguments.SPECULATIVE
 check = bad_arguments.check
 
 
@@ -46,7 +47,7 @@ def test_keep_must_return_a_bool_per_request():
                 jnp.ones((2, 3), jnp.int32),
                 jnp.ones((2,), jnp.int32),
                 max_new_tokens=2,
-                options=dspark_jax.Speculation(keep=bad_arguments.keep_a_float),
+                options=dspark_jax.Speculation(keep=keep_a_float),
                 **models._asdict(),
             )
         )

@@ -4,10 +4,11 @@ import bad_arguments
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bad_prompts import BOTH
+from bad_speculation import SPECULATIVE
 
 import dspark_jax
 
-BOTH, SPECULATIVE = bad_arguments.BOTH, bad_arguments.SPECULATIVE
 check, ints = bad_arguments.check, bad_arguments.ints
 
 
