@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_marks import needs_mosaic_gpu
 
 from pallas_kernels import _compat, bench_anchor, cases
 from pallas_kernels.anchor_attention import (
@@ -16,9 +17,6 @@ from pallas_kernels.anchor_attention import (
     tuning,
 )
 
-needs_mosaic_gpu = pytest.mark.skipif(
-    _compat.mosaic_gpu_missing() is not None, reason=str(_compat.mosaic_gpu_missing())
-)
 SMALL = {case.name: case for case in cases.ANCHOR_SMALL}
 # One of them: the interpreter takes seconds a case. The rest is marked slow.
 QUICK = "two sequences, two kv heads"

@@ -4,8 +4,9 @@ import re
 
 import jax.numpy as jnp
 import pytest
+from kernel_marks import needs_mosaic_gpu
 
-from pallas_kernels import _compat, _dispatch
+from pallas_kernels import _dispatch
 from pallas_kernels.cached_attention import (
     block_attention,
     mosaic_gpu,
@@ -136,9 +137,7 @@ def reason(module, query=(6, 4, 64), keys=(2, 2, 64, 64), dtype=bf16, **more):
     return module.supports(jnp.zeros(query, dtype), jnp.zeros(keys, bf16), **more)
 
 
-@pytest.mark.skipif(
-    _compat.mosaic_gpu_missing() is not None, reason=str(_compat.mosaic_gpu_missing())
-)
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("found", "message"),
     [
@@ -223,9 +222,7 @@ def test_choice_goes_down_the_platform_s_list(monkeypatch):
     assert _dispatch.multiprocessors(default=7) == 7
 
 
-@pytest.mark.skipif(
-    _compat.mosaic_gpu_missing() is not None, reason=str(_compat.mosaic_gpu_missing())
-)
+@needs_mosaic_gpu
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("units", [1, 8, 64, 512, 4096])
 def test_every_setting_of_the_table_fits(units, width):

@@ -5,13 +5,11 @@ import warnings
 
 import jax
 import pytest
+from kernel_marks import needs_mosaic_gpu
 
 from pallas_kernels import _compat, cached_attention, cases
 from pallas_kernels.cached_attention import tuning
 
-needs_mosaic_gpu = pytest.mark.skipif(
-    _compat.mosaic_gpu_missing() is not None, reason=str(_compat.mosaic_gpu_missing())
-)
 LARGE = {case.name: case for case in cases.BENCH}
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_marks import needs_mosaic_gpu
 
 from dspark_jax import layers
 from dspark_jax.training import (
@@ -24,9 +25,6 @@ from pallas_kernels import anchor_attention as kernels
 from pallas_kernels.anchor_attention import mosaic_gpu
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-needs_mosaic_gpu = pytest.mark.skipif(
-    _compat.mosaic_gpu_missing() is not None, reason=str(_compat.mosaic_gpu_missing())
-)
 
 
 @pytest.fixture
