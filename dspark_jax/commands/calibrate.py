@@ -28,7 +28,7 @@ EPILOG = """\
 examples:
   dspark calibrate --prompts held_back.jsonl --output sts.json
   dspark calibrate --corpus answers.jsonl --rule block --output sts_block.json
-  dspark calibrate --drafter runs/a --temperature 0.7 --rounds 20000
+  dspark calibrate --drafter runs/a/drafters/x --temperature 0.7 --rounds 20000
   dspark calibrate --json | jq .ece_after_mean
 
 Prompts are JSON Lines with id, domain and prompt; a corpus has conversations, whose

@@ -28,7 +28,7 @@ EPILOG = """\
 examples:
   dspark evaluate                                     the shipped drafter, 24 prompts
   dspark evaluate --prompts eval.jsonl --temperature 0 1 --output results --plot
-  dspark evaluate --drafter dspark=runs/a dflash=runs/b --prompts eval.jsonl
+  dspark evaluate --drafter a=runs/a/drafters/x b=runs/b/drafters/y --prompts eval.jsonl
   dspark evaluate --rule token block --temperature 1 --limit 10
   dspark evaluate --draft-length 2 4 7                a run for each length
   dspark evaluate --sts sts.json --temperature 1      confidences calibrated (see

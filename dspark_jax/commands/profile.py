@@ -29,7 +29,7 @@ examples:
   dspark profile --output costs.json --plot costs.png
   dspark profile --slots 64 --max-length 4096 --dtype bfloat16 --output costs.json
   dspark profile --slots 4 --buckets 4x4 4x16 4x32 --context-lengths 64 512
-  dspark profile --drafter runs/a --json | jq .steps
+  dspark profile --drafter runs/a/drafters/x --json | jq .steps
 
 A bucket is REQUESTSxTOKENS; as many tokens as requests is a step without a draft.
 """

@@ -24,15 +24,16 @@ Without a corpus the target first writes the texts itself.
 EPILOG = """\
 examples:
   dspark train configs/smollm2_dspark.toml --dry-run      memory, speed, time; no files
+                                                          (3 steps: minutes on a CPU)
   dspark train configs/smollm2_dspark.toml --work runs/a  start, or go on
   dspark train configs/smollm2_dspark.toml --work runs/b --steps 2000 \\
       --set train.learning_rate=6e-4 --set drafters.0.num_layers=2
   dspark train runs/a/config.toml --work runs/again       the same run once more
   dspark generate --drafter runs/a/drafters/dspark-smollm2-135m "Hello"
 
-The run's folder holds config.toml, metrics.jsonl, checkpoints/, drafters/, plots/,
-events/ (TensorBoard) and, at the end, run.json. Ctrl-C takes a checkpoint and ends with
-status 130, SIGTERM with 143.
+The run's folder holds config.toml, config.json, plan.json, metrics.jsonl, checkpoints/,
+drafters/, with the extra "plots" plots/, with the extra "tensorboard" events/ and, at
+the end, run.json. Ctrl-C takes a checkpoint and ends with status 130, SIGTERM with 143.
 """
 
 

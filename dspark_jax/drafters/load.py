@@ -58,6 +58,11 @@ def load_drafter(
             f"`source` must be one of {SHIPPED}, a folder or a hub name 'org/name', "
             f"got {os.fspath(source)!r}"
         )
+    if drafters := sorted(found.glob("drafters/*/config.json")):
+        raise ValueError(
+            f"`source` {os.fspath(source)} is the folder of a training run, name one "
+            f"of its drafters: {', '.join(os.fspath(path.parent) for path in drafters)}"
+        )
     return _load(found, target, target_params, compute_dtype, draft_vocabulary)
 
 

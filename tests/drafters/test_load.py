@@ -151,6 +151,15 @@ def test_unknown_sources_are_refused(target_and_params, tmp_path):
         load.load_drafter(tmp_path / "x.gguf", target)
 
 
+def test_the_folder_of_a_run_names_its_drafters(target_and_params, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "drafters" / name).mkdir(parents=True)
+        (tmp_path / "drafters" / name / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"of a training run, .*drafters/a, .*s/b$"):
+        load.load_drafter(tmp_path, target_and_params[0])
+
+
 def test_a_missing_shipped_drafter_is_named(target_and_params, monkeypatch):
     monkeypatch.setattr(load, "SHIPPED", ("dspark-none",))
     with pytest.raises(

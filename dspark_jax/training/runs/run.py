@@ -110,6 +110,8 @@ def prepare(
     drafters = check(config, target)
     attention = attending.report(config, target, drafters)
     progress.log(attending.describe(attention))
+    for line in left_out(config):
+        progress.log(line)
     plan = folder.read_plan()
     fingerprint = target.config.fingerprint
     if plan is not None and plan.get("target_fingerprint") != fingerprint:
@@ -213,6 +215,16 @@ def train(prepared: Prepared, *, progress: Progress, stop: Stop) -> dict[str, An
         finally:
             if writer is not None:
                 writer.close()
+
+
+def left_out(config: RunConfig) -> list[str]:
+    """What the run will not write because a package is missing, though not refused."""
+    found = []
+    if config.plots is None and not plots.is_wanted(None):
+        found.append("no plots: they need pip install 'dspark-jax[plots]'")
+    if config.tensorboard is None and not events.is_wanted(None):
+        found.append("no events: they need pip install 'dspark-jax[tensorboard]'")
+    return found
 
 
 def warnings_of(counts: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """A run at tiny sizes: files, a stop and a resumption, several devices."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -217,6 +218,16 @@ def test_losses_that_are_not_finite_end_the_run(
 def test_warnings_about_records():
     counts = {"num_rows": 5, "num_truncated_records": 2, "num_dropped_short": 0}
     assert run.warnings_of(counts) == ["truncated records: 2"]
+
+
+def test_what_a_missing_package_leaves_out_is_said(config, monkeypatch):
+    config = dataclasses.replace(config, plots=None, tensorboard=None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    plots, events = run.left_out(config)
+    assert "dspark-jax[plots]" in plots
+    assert "dspark-jax[tensorboard]" in events
+    asked = dataclasses.replace(config, plots=False, tensorboard=False)
+    assert run.left_out(asked) == []
 
 
 @pytest.mark.slow
