@@ -160,7 +160,8 @@ def _threshold_table(words: str, run: Run) -> rich.table.Table:
     table = rich.table.Table(
         title=f"confidence threshold, {run.name}, {words} ({run.thresholds_method})"
     )
-    names = ("threshold", "τ", "drafts verified", "rejected", "acceptance rate")
+    names = ["threshold", "τ", "drafts verified", "rejected", "of drafts accepted"]
+    names.append("with the own token")  # as the paper counts (Figure 5)
     for name in names:
         table.add_column(name, justify="right")
     for row in run.thresholds[ALL]:
@@ -169,9 +170,14 @@ def _threshold_table(words: str, run: Run) -> rich.table.Table:
             _number(row.accepted_length),
             _number(row.num_verified_per_round),
             _number(row.num_rejected_per_round),
-            f"{100 * row.acceptance_rate:.1f} %",
+            _percent(row.draft_acceptance_rate),
+            _percent(row.acceptance_rate),
         )
     return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def _reliability_table(words: str, run: Run, slots: int) -> rich.table.Table:

@@ -114,7 +114,10 @@ def by_size(
 
 
 def thresholds(path: str | os.PathLike, series: Mapping[str, Sequence[Window]]) -> None:
-    """Tokens a round (bars) and acceptance rate (line) by threshold (Figure 5)."""
+    """Tokens a round (bars) and their accepted share (line) by threshold (Figure 5).
+
+    The paper's acceptance rate: (accepted + bonus) / (verified + 1).
+    """
     with figures.figure(path, len(series), width=4.2) as axes:
         for axis, (name, windows) in zip(axes, series.items(), strict=True):
             x = [window.threshold for window in windows]
@@ -135,10 +138,10 @@ def thresholds(path: str | os.PathLike, series: Mapping[str, Sequence[Window]]) 
             rate.grid(visible=False)
             rate.plot(
                 x, [w.acceptance_rate for w in windows], "o-", ms=4, color="C3",
-                label="acceptance rate",
+                label="accepted share, bonus included",
             )  # fmt: skip
             rate.set_ylim(0, 1.02)
-            rate.set_ylabel("acceptance rate", color="C3")
+            rate.set_ylabel("accepted share, bonus included", color="C3")
         bars = axes[0].get_legend_handles_labels()[0]
         figures.legend(axes[0], [*bars, *rate.get_lines()])
 

@@ -135,6 +135,8 @@ def open_folder(
     if stored is not None and is_fresh:
         _delete_run(path)
         stored = None
+    if stored is not None and not must_resume and _has_only_begun(path):
+        stored = None  # nothing is lost by another configuration
     if stored is None:
         path.mkdir(parents=True, exist_ok=True)
         tensor_files.write_json(
@@ -150,6 +152,11 @@ def open_folder(
             )
     tensor_files.write_bytes(path / "config.toml", run_config.to_toml(config).encode())
     return RunFolder(path, config, is_resumed=stored is not None)
+
+
+def _has_only_begun(path: pathlib.Path) -> bool:
+    """Whether a start left its configuration and nothing else."""
+    return {entry.name for entry in path.iterdir()} <= {"config.json", "config.toml"}
 
 
 def _read_marker(path: pathlib.Path) -> RunConfig | None:

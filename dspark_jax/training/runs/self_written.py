@@ -91,16 +91,24 @@ def _write(
     def write_rows(key, shared, prefixes):
         return compiled(key, shared, prefixes, target_params)
 
-    rows, count = corpus.write(
-        config.seed,
-        tokenizer,
-        write_rows,
-        vocab_size=target.config.vocab_size,
-        batch=config.write_rows,
-        max_prefix=config.max_prefix,
-        max_batches=num_batches or config.max_rows // config.write_rows,
-        seconds=config.write_seconds if num_batches is None else float("inf"),
-        log=progress.log,
-        is_stopped=lambda: stop.is_asked,
-    )
+    try:
+        rows, count = corpus.write(
+            config.seed,
+            tokenizer,
+            write_rows,
+            vocab_size=target.config.vocab_size,
+            batch=config.write_rows,
+            max_prefix=config.max_prefix,
+            max_batches=num_batches or config.max_rows // config.write_rows,
+            seconds=config.write_seconds if num_batches is None else float("inf"),
+            log=progress.log,
+            is_stopped=lambda: stop.is_asked,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        raise ValueError(
+            f"write_rows = {config.write_rows} rows of {config.row_length} tokens do "
+            "not fit the device's memory, write fewer at a time (32, say)"
+        ) from error
     return jax.tree.map(np.asarray, rows), count

@@ -220,6 +220,21 @@ def test_warnings_about_records():
     assert run.warnings_of(counts) == ["truncated records: 2"]
 
 
+def test_rows_that_do_not_fit_the_memory_are_named(
+    config, tiny, target, tmp_path, monkeypatch
+):
+    def fails(*arguments, **how):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr("dspark_jax.training.texts.corpus.write", fails)
+    with pytest.raises(ValueError, match=r"write_rows = \d+ rows of \d+ tokens do not"):
+        start(tiny, target, tmp_path / "m", config)
+    # Nothing was written, so that another configuration may take the folder.
+    folder = tmp_path / "m"
+    other = tiny.replaced(config, seed=7)
+    assert not run_folder.open_folder(folder, other).is_resumed
+
+
 def test_what_a_missing_package_leaves_out_is_said(config, monkeypatch):
     config = dataclasses.replace(config, plots=None, tensorboard=None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -15,9 +15,13 @@ def _config(root, tiny):
 def test_start_resume_and_start_anew(config, tiny, tmp_path):
     path = tmp_path / "a"
     assert not run_folder.open_folder(path, config).is_resumed
+    # A start that ended before it wrote anything binds nobody.
+    early = run_folder.open_folder(path, tiny.replaced(config, seed=3))
+    assert not early.is_resumed
+    assert run_folder.open_folder(path, config).config.seed == config.seed
+    run_folder.open_folder(path, config).append({"step": 1})
     folder = run_folder.open_folder(path, tiny.replaced(config, keep_last=5))
     assert folder.is_resumed
-    folder.append({"step": 1})
     (path / "notes.txt").write_text("mine")
     other = tiny.replaced(config, seed=7, steps=9)
     with pytest.raises(
