@@ -239,12 +239,12 @@ def print_table(result: dict[str, Any]) -> None:
 
 def _hint(result: dict[str, Any]) -> str | None:
     """What to try where the host is what takes the time."""
-    shares = [
-        found["host_share"]
+    is_busy = any(
+        found["host_share"] >= _BUSY_HOST
         for point in result["points"]
         for found in point["modes"].values()
-    ]
-    if not any(share is not None and share >= _BUSY_HOST for share in shares):
+    )
+    if not is_busy:
         return None
     return (
         f"host % of {100 * _BUSY_HOST:.0f} and more: the device waits for the host. "

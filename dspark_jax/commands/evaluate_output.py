@@ -160,8 +160,14 @@ def _threshold_table(words: str, run: Run) -> rich.table.Table:
     table = rich.table.Table(
         title=f"confidence threshold, {run.name}, {words} ({run.thresholds_method})"
     )
-    names = ["threshold", "τ", "drafts verified", "rejected", "of drafts accepted"]
-    names.append("with the own token")  # as the paper counts (Figure 5)
+    names = (
+        "threshold",
+        "τ",
+        "drafts verified",
+        "rejected",
+        "of drafts accepted",
+        "with the own token",  # as the paper counts (Figure 5)
+    )
     for name in names:
         table.add_column(name, justify="right")
     for row in run.thresholds[ALL]:

@@ -176,8 +176,8 @@ class ConfidenceRelay:
     def _check_slots(self, slots: Sequence[int]) -> np.ndarray:
         array = np.asarray(slots, np.int64)
         count = len(self._generation)
-        values = array.tolist() if array.ndim == 1 else [-1]
-        if values and not 0 <= min(values) <= max(values) < count:
+        is_flat, values = array.ndim == 1, array.tolist()
+        if not is_flat or (values and not 0 <= min(values) <= max(values) < count):
             raise ValueError(f"`slots` must lie in 0..{count - 1}, got {slots!r}")
         return array
 

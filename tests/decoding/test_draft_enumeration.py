@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumerated_laws import RULES
 from enumerated_worlds import PATHS, K, V
 
 from dspark_jax.config import BlockConfig, DecoderConfig, DrafterConfig
@@ -45,13 +44,7 @@ def test_draft_support_may_differ_by_slot(monkeypatch):
     draws = enumerated_laws.draw_weights(drawn, probability, tokens)
     np.testing.assert_allclose(draws.sum(1), 1, atol=1e-6)
     truth = enumerated_worlds.truth_of(worlds)
-    for rule in RULES:
-        bounds, counts, masses = found[rule]
-        law = enumerated_laws.a_law(bounds, counts, worlds["cap"])
-        joint = enumerated_laws.joint_law(draws, law, masses, truth)
-        np.testing.assert_allclose(
-            joint, enumerated_laws.true_law(truth), atol=1e-6, rtol=0
-        )
+    enumerated_laws.check_joint_law(draws, found, worlds, truth)
 
 
 @functools.cache
@@ -142,10 +135,4 @@ def test_heads_propose_what_they_say(monkeypatch, kind, candidates, draft_vocabu
         logits = np.asarray(draft.logits).reshape(num, V, V, V, K, -1)
         assert np.abs(logits[:, 0, 2, 0, 2] - logits[:, 1, 2, 0, 2]).max() > 1e-3
     truth = enumerated_worlds.truth_of(worlds)
-    for rule in RULES:
-        bounds, counts, masses = found[rule]
-        law = enumerated_laws.a_law(bounds, counts, worlds["cap"])
-        joint = enumerated_laws.joint_law(draws, law, masses, truth)
-        np.testing.assert_allclose(
-            joint, enumerated_laws.true_law(truth), atol=1e-6, rtol=0
-        )
+    enumerated_laws.check_joint_law(draws, found, worlds, truth)

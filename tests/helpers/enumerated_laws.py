@@ -132,6 +132,14 @@ def joint_law(draws, law, masses, truth):
     return total
 
 
+def check_joint_law(draws, found, worlds, truth):
+    """Every rule's joint law of K + 1 tokens, from `evaluate`, is the target's."""
+    for rule in RULES:
+        bounds, counts, masses = found[rule]
+        joint = joint_law(draws, a_law(bounds, counts, worlds["cap"]), masses, truth)
+        np.testing.assert_allclose(joint, true_law(truth), atol=1e-6, rtol=0)
+
+
 def true_law(truth):
     law = truth[0][:, 0]
     for level in range(1, K + 1):
