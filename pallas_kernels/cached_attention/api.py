@@ -163,10 +163,7 @@ def verify_attention(
         implementation=implementation,
         config=config,
     )
-    if slots is None:  # every row is of some run, and was written
-        return out.reshape(query.shape)
-    is_row = (slots >= 0) & (num_keys > 0)
-    return jnp.where(is_row[:, None, None], out, jnp.zeros_like(out))
+    return out.reshape(query.shape)
 
 
 def fastest(query: Any, keys: Any, *, rows: int, page_table: Any | None = None) -> str:
@@ -232,18 +229,22 @@ def _attend(
         "window": window,
         "scale": query.shape[-1] ** -0.5 if scale is None else scale,
     }
-    if name == "xla":
-        return reference.attend(query, keys, values, runs, **common)
     if name == "mosaic_gpu":
         if config is None:
             config = mosaic_gpu.default_config(query, keys, runs, page_table)
         return mosaic_gpu.attend(query, keys, values, runs, config=config, **common)
-    if name == "mosaic_tpu":
+    if name == "xla":
+        out = reference.attend(query, keys, values, runs, **common)
+    elif name == "mosaic_tpu":
         config = tuning.MosaicTpuConfig() if config is None else config
-        return mosaic_tpu.attend(query, keys, values, runs, config=config, **common)
-    if config is None:
-        config = triton.default_config(query, keys, runs, page_table)
-    return triton.attend(query, keys, values, runs, config=config, **common)
+        out = mosaic_tpu.attend(query, keys, values, runs, config=config, **common)
+    else:
+        if config is None:
+            config = triton.default_config(query, keys, runs, page_table)
+        out = triton.attend(query, keys, values, runs, config=config, **common)
+    if runs.is_row is None:
+        return out
+    return jnp.where(runs.is_row[:, None, None], out, jnp.zeros_like(out))
 
 
 def _check_rank(name: str, array: Any, rank: int) -> None:

@@ -104,7 +104,7 @@ def attend(
     config: MosaicGpuConfig,
     interpret: Any = None,
 ) -> jax.Array:
-    """Attention output [T, H, E]; rows outside all runs hold anything."""
+    """Attention output [T, H, E]; rows outside all runs are zero."""
     total, heads, width = query.shape
     kv_heads, key_rows = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
@@ -119,6 +119,7 @@ def attend(
         copies=max(config.key_tile // key_rows, 1) if page_table is not None else 1,
         paged=page_table is not None,
         pages=1 if page_table is None else page_table.shape[1],
+        has_padding=runs.is_row is not None,
     )
     spans = runs_lib.spans(
         runs,
@@ -194,6 +195,7 @@ def attend(
         spans_table,
         spans.limits,
         shares,
+        *([] if runs.is_row is None else [runs.is_row.astype(jnp.int32)]),
     )
     if config.max_parts > 1:
         out = mosaic_gpu_combine.combine(

@@ -40,6 +40,7 @@ class Shape(NamedTuple):
     copies: int  # TMA copies a tile of keys takes
     paged: bool
     pages: int  # a request can have at most
+    has_padding: bool  # rows of the query may be of no run
 
 
 class Unit(NamedTuple):

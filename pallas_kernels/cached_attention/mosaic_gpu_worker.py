@@ -79,7 +79,7 @@ def worker(
     spans: Any,
     limits: Any,
     shares: Any,
-    *outs_and_scratch: Any,
+    *more: Any,
     shape: Shape,
     config: MosaicGpuConfig,
     workers: int,
@@ -87,7 +87,8 @@ def worker(
     scale: float,
 ) -> None:
     """The kernel's body; the arguments are described in `mosaic_gpu.attend`."""
-    *outs, scratch = outs_and_scratch
+    *outs, scratch = more
+    is_row = outs.pop(0) if shape.has_padding else None
     me = jax.lax.axis_index("worker")
     # All at once: a load takes as long as a tile of keys.
     first_unit, num_units, share = (shares[field, me] for field in range(3))
@@ -135,6 +136,12 @@ def worker(
     @pl.when(role < config.warpgroups)
     def _() -> None:
         plgpu.set_max_registers(232, action="increase")
+        if is_row is not None:
+
+            @pl.when(role == 0)
+            def _() -> None:
+                _clear_padding(is_row, outs[0], scratch, shape, workers)
+
         mosaic_gpu_softmax.multiply(
             role,
             limits,
@@ -147,6 +154,35 @@ def worker(
             window=window,
             scale=scale,
         )
+
+
+def _clear_padding(is_row, out, scratch, shape, workers):
+    """Zeros to rows of the output that are of no run; workers take them in turn."""
+    me = jax.lax.axis_index("worker")
+    turns = jax.lax.div(shape.total_rows - me + workers - 1, workers)
+
+    @pl.when(turns > 0)
+    def _():
+        zeros = jnp.zeros(scratch["out"].shape, scratch["out"].dtype)
+        scratch["out"][...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+
+    def clear(turn, carry):
+        row = me + turn * workers
+
+        @pl.when(is_row[row] == 0)
+        def _():
+            for head in range(shape.kv_heads):
+                for piece in range(shape.pieces):
+                    where = pl.ds(piece * shape.piece, shape.piece)
+                    plgpu.copy_smem_to_gmem(
+                        scratch["out"].at[pl.ds(0, shape.group)],
+                        out.at[row, head, :, where],
+                    )
+
+        return carry
+
+    jax.lax.fori_loop(0, turns, clear, jnp.int32(0))
 
 
 def _read(query, keys, values, table, unit_at, num_units, scratch, shape, config):

@@ -20,6 +20,7 @@ class Runs(NamedTuple):
     num_keys: jax.Array  # int32 [N, W]: row w sees the keys before it; 0 = none
     is_uniform: bool  # run n is the rows n*W .. (n+1)*W - 1
     is_identity: bool  # and run n reads slot n
+    is_row: jax.Array | None = None  # bool [T]: is of a run; None = every row is
 
 
 class Spans(NamedTuple):
@@ -68,7 +69,15 @@ def of_packed(
     offset = jnp.arange(max_rows, dtype=jnp.int32)
     row = jnp.minimum(first_row[:, None] + offset[None], total - 1)  # [N, W]
     seen = jnp.where(offset[None] < num_rows[:, None], num_keys[row], 0)
-    return Runs(first_row, num_rows, index, seen, is_uniform=False, is_identity=True)
+    return Runs(
+        first_row,
+        num_rows,
+        index,
+        seen,
+        is_uniform=False,
+        is_identity=True,
+        is_row=is_row,
+    )
 
 
 def spans(

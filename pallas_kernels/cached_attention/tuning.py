@@ -82,6 +82,9 @@ class Measured:
       min_units: holds from this number of units (tiles of rows times kv heads) on.
       max_capacity: and up to this number of keys that a request can have.
       max_parts: the setting; None = as many as give every multiprocessor its share.
+      width: of the heads it was measured with; None = any.
+      warpgroups: the setting, with heads of up to 128.
+      stages: the setting; None = as many as shared memory holds.
     """
 
     device: str
@@ -89,14 +92,22 @@ class Measured:
     min_units: int
     max_capacity: int
     max_parts: int | None
+    width: int | None = None
+    warpgroups: int = 2
+    stages: int | None = None
 
 
-# The first line that holds is taken. Initial values, after two runs on the device; what
-# a sweep of `pallas_kernels.bench` finds better goes here, with its date.
+# The first line that holds is taken; what a sweep of `pallas_kernels.bench` finds
+# better goes here, with its date. Where units are few a multiprocessor reads little, and
+# the start of a block counts: the more threads and shared memory, the longer it takes.
+# By one warpgroup with 2 stages and by two with 4, in us: 1 x 2,048 keys 11.0 and 11.8,
+# 1 x 8,192 17.4 and 18.6, 8 x 1,024 17.2 and 18.2, 8 x 2,048 26.5 and 27.3, 8 x 8,192
+# 71.9 and 72.9.
 TABLE = (
     Measured("NVIDIA H200", "2026-11-29", 1, 64, max_parts=1),
     Measured("NVIDIA H200", "2026-11-29", 264, 2048, max_parts=1),
     Measured("NVIDIA H200", "2026-11-29", 264, 2**30, max_parts=2),
+    Measured("NVIDIA H200", "2026-11-30", 1, 2**30, None, 128, warpgroups=1, stages=2),
     Measured("NVIDIA H200", "2026-11-29", 1, 2**30, max_parts=None),
 )
 # Against XLA, inside a pass of 36 layers (NVIDIA H200, 2026-11-30, dense, 32 query and
@@ -127,7 +138,9 @@ def mosaic_gpu(
     line = next(
         line
         for line in TABLE
-        if units >= line.min_units and capacity <= line.max_capacity
+        if units >= line.min_units
+        and capacity <= line.max_capacity
+        and line.width in (None, width)
     )
     max_parts, workers = line.max_parts, multiprocessors
     if max_parts is None:
@@ -140,9 +153,9 @@ def mosaic_gpu(
         max_parts = min(-(-workers // units) + 2, MOST_PARTS)
     return MosaicGpuConfig(
         max_parts=max_parts,
-        stages=STAGES[width],
+        stages=STAGES[width] if line.stages is None else line.stages,
         workers=workers,
-        warpgroups=2 if width <= 128 else 1,
+        warpgroups=line.warpgroups if width <= 128 else 1,
     )
 
 
