@@ -98,11 +98,11 @@ class Measured:
 
 
 # The first line that holds is taken; what a sweep of `pallas_kernels.bench` finds
-# better goes here, with its date. Where units are few a multiprocessor reads little, and
-# the start of a block counts: the more threads and shared memory, the longer it takes.
-# By one warpgroup with 2 stages and by two with 4, in us: 1 x 2,048 keys 11.0 and 11.8,
-# 1 x 8,192 17.4 and 18.6, 8 x 1,024 17.2 and 18.2, 8 x 2,048 26.5 and 27.3, 8 x 8,192
-# 71.9 and 72.9.
+# better goes here, with its date. Where units are few a multiprocessor reads little,
+# and the start of a block counts: the more threads and shared memory, the longer it
+# takes. By one warpgroup with 2 stages and by two with 4, in us: 1 x 2,048 keys 11.0
+# and 11.8, 1 x 8,192 17.4 and 18.6, 8 x 1,024 17.2 and 18.2, 8 x 2,048 26.5 and 27.3,
+# 8 x 8,192 71.9 and 72.9.
 TABLE = (
     Measured("NVIDIA H200", "2026-11-29", 1, 64, max_parts=1),
     Measured("NVIDIA H200", "2026-11-29", 264, 2048, max_parts=1),
