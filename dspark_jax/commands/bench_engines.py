@@ -7,6 +7,7 @@ programs of all engines are compiled side by side, before the first trial.
 """
 
 import argparse
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dspark_jax.commands import bench, unpriced
@@ -70,6 +71,23 @@ def measure_costs(group: Group) -> None:
     )
     group.about["step_costs"] = [step._asdict() for step in measured]
     _price(group.engines, profile.make_costs(measured, {}, is_fastest=True))
+
+
+def differences(info: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
+    """In what a cost table was measured otherwise, as "device A, here B".
+
+    Args:
+      info: what the table says of itself; what it does not say is not compared.
+      result: of this run.
+    """
+    here = {name: result[name] for name in ("device", "target", "dtype", "rule")}
+    drafter = result["drafter"]
+    here["drafter"] = drafter["name"] if isinstance(drafter, dict) else drafter
+    return [
+        f"{name} {info[name]}, here {value}"
+        for name, value in here.items()
+        if info.get(name, value) != value
+    ]
 
 
 def _price(engines: dict[str, Engine], costs: Costs) -> None:

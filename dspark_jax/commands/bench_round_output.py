@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-import rich.console
 import rich.table
+
+from dspark_jax.commands import terminal
 
 
 def rows(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -43,9 +44,8 @@ def print_table(result: dict[str, Any]) -> None:
             f"{row['bytes'] / 1e9:.2f}",
             "-" if row["num_kernels"] is None else str(row["num_kernels"]),
         )
-    console = rich.console.Console(highlight=False)
-    console.print(table)
-    console.print(
+    terminal.print_result(
+        table,
         f"floor: {ceiling['copy_tb_per_s']} TB/s of copies, "
-        f"{ceiling['matmul_tflops']} TFLOP/s of products, measured in this run"
+        f"{ceiling['matmul_tflops']} TFLOP/s of products, measured in this run",
     )

@@ -120,6 +120,9 @@ class _Bench:
             "is_complete": False,
         }
         self._take_stock()
+        if costs is not None:
+            for line in bench_engines.differences(costs.info, self.result):
+                self._say(f"{arguments.costs} was measured with {line}")
 
     def run(self) -> None:
         """Repeat after repeat of all loads, until all are done or time is up."""
@@ -128,8 +131,8 @@ class _Bench:
         if not self._has_costs:
             for group in self._groups:
                 bench_engines.measure_costs(group)
+            self._say("step costs measured")
         self.result["preparation_seconds"] = self._elapsed
-        self._say("step costs measured")
         for repeat in range(self._arguments.repeats):
             for load in self._loads:
                 if not self._has_time(load.longest_seconds):
@@ -201,8 +204,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def print_table(result: dict[str, Any]) -> None:
     """The result for a person."""
-    import rich.console
     import rich.table
+
+    from dspark_jax.commands import terminal
 
     title = f"serving {result['target']}, {result['device']}"
     if result["is_replayed"]:
@@ -230,11 +234,11 @@ def print_table(result: dict[str, Any]) -> None:
                 f"{100 * found['host_share']:.0f}",
                 shown,
             )
-    console = rich.console.Console(highlight=False)
-    console.print(table)
-    console.print("ratio: to the better of plain and static, with its 95 % interval")
+    terminal.print_result(
+        table, "ratio: to the better of plain and static, with its 95 % interval"
+    )
     if (hint := _hint(result)) is not None:
-        console.print(hint)
+        terminal.print_result(hint)
 
 
 def _hint(result: dict[str, Any]) -> str | None:

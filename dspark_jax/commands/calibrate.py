@@ -36,6 +36,10 @@ first user turns are the prompts. When they run out, decoding goes on with new s
 """
 
 
+# The standard error of a share of one half, of so many, is 1.6 %.
+_FEW = 1000
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dspark calibrate`."""
     options.add_drafter(parser)
@@ -225,8 +229,9 @@ def _result(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    import rich.console
     import rich.table
+
+    from dspark_jax.commands import terminal
 
     table = rich.table.Table(
         title=f"calibration of {result['drafter']['name']}, rule {result['rule']}, "
@@ -268,4 +273,11 @@ def _print_table(result: dict[str, Any]) -> None:
             after[f"ideal_ece_{name}"],
         )
         table.add_row(name, "", *map(percent, errors))
-    rich.console.Console(highlight=False).print(table)
+    terminal.print_result(table)
+    few = sum(number < _FEW for number in result["num_fitted_at"])
+    if few:
+        slots = len(result["num_fitted_at"])
+        terminal.print_result(
+            f"{few} of {slots} slots were fitted on fewer than {_FEW} verified drafts: "
+            "their shares are known to 2 % at best; give more --rounds"
+        )

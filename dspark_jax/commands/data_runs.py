@@ -94,11 +94,12 @@ def regenerate(arguments: argparse.Namespace) -> int:
     """The target answers given prompts; returns the exit status."""
     target, target_params, tokenizer = _load(arguments)
     drafter: Any = (None, None)
-    with failure.of_input():
+    with failure.of_drafter():
         if arguments.drafter:
             drafter = drafter_lib.load_drafter(
                 arguments.drafter, target, target_params=target_params
             )
+    with failure.of_input():
         config = answers.AnswerConfig(
             seed=arguments.seed,
             temperature=arguments.temperature,
@@ -263,7 +264,7 @@ def _load(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
     models.keep_compiled_programs()
     is_cpu = jax.default_backend() == "cpu"
-    with failure.of_input(), terminal.status("loading the target"):
+    with failure.of_target(), terminal.status("loading the target"):
         target, params = target_lib.load_target(
             arguments.target, param_dtype="float32" if is_cpu else "bfloat16"
         )

@@ -60,7 +60,7 @@ def load(
       Failure: a source that is missing, damaged or does not fit.
     """
     models.keep_compiled_programs()
-    with failure.of_input():
+    with failure.of_target():
         path = fetch.locate(arguments.target)
         with terminal.status("loading the models"):
             tokenizer = tokenizer_lib.load_tokenizer(path)
@@ -111,13 +111,14 @@ def _load_drafter(
                     f"{source}"
                 )
         return NamedDrafter(name, *prompt_lookup.make_prompt_lookup())
-    drafter, params = drafter_lib.load_drafter(
-        source,
-        target,
-        target_params=target_params,
-        compute_dtype=arguments.dtype,
-        draft_vocabulary=arguments.draft_vocabulary,
-    )
+    with failure.of_drafter():
+        drafter, params = drafter_lib.load_drafter(
+            source,
+            target,
+            target_params=target_params,
+            compute_dtype=arguments.dtype,
+            draft_vocabulary=arguments.draft_vocabulary,
+        )
     return NamedDrafter(name, drafter, params)
 
 

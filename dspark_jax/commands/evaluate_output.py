@@ -4,12 +4,11 @@ import argparse
 import collections
 import pathlib
 import re
-import sys
 from typing import Any
 
-import rich.console
 import rich.table
 
+from dspark_jax.commands import terminal
 from dspark_jax.commands.evaluate import RESULT_FILE
 from dspark_jax.evaluation import acceptance, plots
 from dspark_jax.evaluation.prompts import ALL
@@ -53,12 +52,11 @@ class Output:
         runs, timings = self._runs, self._timings
         self._runs, self._timings = [], []
         if not self._is_quiet:
-            console = rich.console.Console(file=sys.stdout, highlight=False)
             words = "greedy" if temperature == 0 else f"T = {temperature:g}, {rule}"
-            for table in _tables(words, runs):
-                console.print(table)
+            terminal.print_result(*_tables(words, runs))
             for batch, by_name in timings:
-                console.print(_timing_table(f"{words}, batch {batch}", by_name))
+                table = _timing_table(f"{words}, batch {batch}", by_name)
+                terminal.print_result(table)
         if self._has_plots and self._folder is not None:
             name = "t0" if temperature == 0 else f"t{temperature:g}_{rule}"
             self._plot(self._folder, name, runs)

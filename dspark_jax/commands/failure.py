@@ -6,6 +6,7 @@ its traceback.
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 
 class Failure(Exception):
@@ -17,11 +18,33 @@ class Failure(Exception):
 
 
 @contextlib.contextmanager
-def of_input() -> Iterator[None]:
-    """Turns errors of loaders and of argument checks into a Failure."""
+def of_input(**names: str) -> Iterator[None]:
+    """Turns errors of loaders and of argument checks into a Failure.
+
+    Args:
+      names: what the command line calls an argument that the library's error names in
+        backquotes, as source="--drafter".
+    """
+
+    def said(error: Exception) -> str:
+        message = str(error)
+        for argument, option in names.items():
+            message = message.replace(f"`{argument}`", option)
+        return message
+
     try:
         yield
     except (ValueError, TypeError, FileNotFoundError, NotADirectoryError) as error:
-        raise Failure(str(error)) from error
+        raise Failure(said(error)) from error
     except (ImportError, OSError, RuntimeError) as error:
-        raise Failure(str(error), status=1) from error
+        raise Failure(said(error), status=1) from error
+
+
+def of_target() -> AbstractContextManager[None]:
+    """`of_input` around the loading of a target."""
+    return of_input(source="--target")
+
+
+def of_drafter() -> AbstractContextManager[None]:
+    """`of_input` around the loading of a drafter."""
+    return of_input(source="--drafter", draft_vocabulary="--draft-vocabulary")

@@ -120,7 +120,7 @@ def load(arguments: argparse.Namespace, begun: reading.Reading | None = None) ->
     keep_compiled_programs()
     name = arguments.drafter or _default_drafter(arguments.target)
     begun = begun or reading.begin(arguments.target)
-    with failure.of_input():
+    with failure.of_target():
         with terminal.status("loading the target"):
             target, target_params = target_lib.from_host(begun.target.result())
             text = begun.tokenizer.result()
@@ -132,12 +132,13 @@ def load(arguments: argparse.Namespace, begun: reading.Reading | None = None) ->
             )
             drafter, drafter_params = prompt_lookup.make_prompt_lookup(length)
         elif name != "none":
-            drafter, drafter_params = drafter_lib.load_drafter(
-                name,
-                target,
-                target_params=target_params,
-                draft_vocabulary=_draft_vocabulary(arguments, name),
-            )
+            with failure.of_drafter():
+                drafter, drafter_params = drafter_lib.load_drafter(
+                    name,
+                    target,
+                    target_params=target_params,
+                    draft_vocabulary=_draft_vocabulary(arguments, name),
+                )
         options = Speculation(
             rule=arguments.rule,
             draft_length=arguments.draft_length,

@@ -270,8 +270,9 @@ def _result(
 
 
 def _print_table(result: dict[str, Any]) -> None:
-    import rich.console
     import rich.table
+
+    from dspark_jax.commands import terminal
 
     table = rich.table.Table(
         title=f"ms of the steps of {result['target']} with {result['drafter']} on "
@@ -296,12 +297,11 @@ def _print_table(result: dict[str, Any]) -> None:
             str(step["context_tokens"]),
             *(f"{1e3 * seconds:.2f}" for seconds in times),
         )
-    console = rich.console.Console(highlight=False)
-    console.print(table)
     additive = result["additive"]
-    console.print(
+    terminal.print_result(
+        table,
         f"additive model: {1e3 * additive['bias_seconds']:.2f} ms and "
         f"{1e9 * additive['context_seconds']:.2f} ns a context token, off by up to "
         f"{100 * additive['worst_relative_error']:.0f} %; the table was changed by up "
-        f"to {100 * result['repair']:.0f} % to make it monotone"
+        f"to {100 * result['repair']:.0f} % to make it monotone",
     )

@@ -25,7 +25,7 @@ def begin(source: str) -> Reading:
     Raises:
       Failure: no such source, or it could not be fetched.
     """
-    with failure.of_input():
+    with failure.of_target():
         path = fetch.locate(source)
         file = None if path.is_dir() else gguf.read(path)
     pool = concurrent.futures.ThreadPoolExecutor(max_workers=2)

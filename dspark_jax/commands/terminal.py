@@ -26,6 +26,22 @@ def status(message: str) -> Iterator[None]:
         sys.stderr.flush()
 
 
+def print_result(*parts: Any) -> None:
+    """Prints tables and sentences on stdout, whole however narrow it is.
+
+    A table that is wider than the terminal is wrapped by it, and no figure is left
+    out; in a pipe or a file every row is one line.
+    """
+    import rich.console
+
+    widest = rich.console.Console(width=1000)
+    for part in parts:
+        console = rich.console.Console(file=sys.stdout, highlight=False)
+        if not isinstance(part, str):
+            console.width = max(console.width, widest.measure(part).maximum)
+        console.print(part, soft_wrap=isinstance(part, str))
+
+
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
     """Within the block Ctrl-C sets a flag, which the yielded function reads.

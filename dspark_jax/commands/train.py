@@ -151,8 +151,8 @@ def _load_target(config: "RunConfig") -> tuple["Target", "PyTree"]:
     from dspark_jax.targets import fetch
     from dspark_jax.targets import load as target_load
 
-    path = fetch.locate(config.target)
-    with terminal.status("loading the target"):
+    with failure.of_input(source="`target`"), terminal.status("loading the target"):
+        path = fetch.locate(config.target)
         return target_load.load_target(path, param_dtype=config.compute_dtype)
 
 

@@ -55,8 +55,8 @@ def load_drafter(
     found = path if path.is_dir() else fetch.from_hub(source)
     if found is None:
         raise FileNotFoundError(
-            f"`source` must be one of {SHIPPED}, a folder or a hub name 'org/name', "
-            f"got {os.fspath(source)!r}"
+            f"`source` must be one of {', '.join(map(repr, SHIPPED))}, a folder or a "
+            f"hub name 'org/name', got {os.fspath(source)!r}"
         )
     if drafters := sorted(found.glob("drafters/*/config.json")):
         raise ValueError(

@@ -103,9 +103,12 @@ def by_size(
                     for value, (_, one) in zip(y, chosen, strict=True)
                 ]
                 low, high = (np.array([end[i] for end in ends]) for i in (0, 1))
+                sizes = [size for size, _ in chosen]
+                # Two of one size differ in something else: no line goes through them.
+                is_line = len(set(sizes)) == len(sizes)
                 axis.errorbar(
-                    [size for size, _ in chosen], y, yerr=_bars(y, low, high),
-                    marker="o", ms=4, capsize=2, label=name,
+                    sizes, y, yerr=_bars(y, low, high), label=name,
+                    marker="o", ms=4, capsize=2, linestyle="-" if is_line else "none",
                 )  # fmt: skip
             axis.set_title(domain)
             axis.set_xlabel(label)

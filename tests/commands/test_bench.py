@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dspark_jax.commands import bench_serve
+from dspark_jax.commands import bench_engines, bench_serve
 from dspark_jax.serving import loads
 
 RATES = [0.7, 0.65, 0.6, 0.6, 0.6, 0.6, 0.6]
@@ -185,3 +185,18 @@ def test_the_table_says_when_the_host_takes_the_time(host_share, is_hinted, caps
         }
     )
     assert ("--rounds-per-step 4" in capsys.readouterr().out) == is_hinted
+
+
+def test_says_in_what_a_cost_table_was_measured_otherwise():
+    here = {"device": "A", "target": "t", "dtype": "float32", "rule": "token"}
+    here |= {"drafter": {"name": "d", "num_layers": 2}}
+    same = {"device": "A", "drafter": "d", "steps_per_time": 3}
+    assert bench_engines.differences(same, here) == []
+    assert bench_engines.differences({}, here) == []
+    other = same | {"device": "B", "dtype": "bfloat16", "drafter": "e"}
+    found = bench_engines.differences(other, here)
+    assert found == [
+        "device B, here A",
+        "dtype bfloat16, here float32",
+        "drafter e, here d",
+    ]

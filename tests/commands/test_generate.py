@@ -213,7 +213,15 @@ def test_ctrl_c_prints_what_there_is(run, run_json, command, monkeypatch):
     ("arguments", "message"),
     [
         (["--draft-length", "9", "x"], "draft_length` must be at most"),
-        (["--draft-vocabulary", "9", "x"], "draft_vocabulary.json, which is missing"),
+        (
+            ["--draft-vocabulary", "9", "x"],
+            "draft_vocabulary.json, which is missing",
+        ),
+        (
+            ["--drafter", "nosuch", "x"],
+            "--drafter must be one of 'dspark-smollm2-135m', a folder or a hub name",
+        ),
+        (["--target", "nosuch", "x"], "--target must be 'smollm2-135m', a folder"),
         (["x" * 400], "more than the 256 positions of the target"),
     ],
 )

@@ -90,6 +90,21 @@ def test_figures(tmp_path, name):
     assert dict(matplotlib.rcParams) == before
 
 
+@pytest.mark.parametrize(("sizes", "style"), [((1, 2), "-"), ((1, 2, 2), "none")])
+def test_no_line_through_drafters_of_one_size(tmp_path, monkeypatch, sizes, style):
+    import matplotlib.axes
+
+    found = []
+    monkeypatch.setattr(
+        matplotlib.axes.Axes,
+        "errorbar",
+        lambda *_, **given: found.append(given["linestyle"]),
+    )
+    line = [(size, {"all": acceptance()}) for size in sizes]
+    plots.by_size(tmp_path / "figure.png", {"a": line}, "layers")
+    assert found == [style]
+
+
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(figures.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'dspark-jax\[plots\]'"):

@@ -105,7 +105,7 @@ def test_dry_run(capsys, command, tmp_path, monkeypatch):
         (["--dry-run", "--fresh"], "--dry-run neither resumes a run nor deletes one"),
         (["--set", "stepz=3"], "unknown key 'stepz'; known keys:"),
         (["--set", "steps=many"], "steps must be int, got 'many'"),
-        (["--set", "target=./nowhere"], "`source` must be 'smollm2-135m', a folder"),
+        (["--set", "target=./nowhere"], "`target` must be 'smollm2-135m', a folder"),
         (["--set", "mask_token=500"], "mask_token must lie in 0..127"),
         pytest.param(
             ["--set", "train.attention=cudnn"],
