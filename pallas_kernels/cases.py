@@ -91,6 +91,10 @@ SMALL = (
     _verify("pages of 64", (150, 64, 66), (4, 3, 1), page=64, padding=2),
     _verify("pages of 16, window", (33, 140), (2, 4), page=16, window=30),
     _verify("eight heads, two tiles", (150, 33), (12, 9), heads=8, kv_heads=1),
+    _verify("width 128, pages", (70, 130), (3, 1), width=128, page=64, padding=2),
+    _verify(
+        "width 256, three heads", (70,), (2,), heads=3, kv_heads=1, width=256, padding=2
+    ),
 )
 FLOAT32 = tuple(
     dataclasses.replace(case, name=f"{case.name}, float32", dtype="float32")

@@ -73,18 +73,27 @@ def measure_costs(group: Group) -> None:
     _price(group.engines, profile.make_costs(measured, {}, is_fastest=True))
 
 
-def differences(info: Mapping[str, Any], result: Mapping[str, Any]) -> list[str]:
-    """In what a cost table was measured otherwise, as "device A, here B".
+def differences(
+    info: Mapping[str, Any], result: Mapping[str, Any], arguments: argparse.Namespace
+) -> list[str]:
+    """In what a cost table was measured otherwise, as "device A (here B)".
 
     Args:
-      info: what the table says of itself; what it does not say is not compared.
+      info: what the table says of itself (see `dspark profile`); the rest is not
+        compared.
       result: of this run.
+      arguments: of this run.
     """
     here = {name: result[name] for name in ("device", "target", "dtype", "rule")}
     drafter = result["drafter"]
     here["drafter"] = drafter["name"] if isinstance(drafter, dict) else drafter
+    for name in ("draft_vocabulary", "candidates", "page_size"):
+        here[name] = getattr(arguments, name)
+    if arguments.draft_length is not None:
+        here["draft_length"] = arguments.draft_length
+    here["is_greedy"] = arguments.temperature == 0
     return [
-        f"{name} {info[name]}, here {value}"
+        f"{name} {info[name]} (here {value})"
         for name, value in here.items()
         if info.get(name, value) != value
     ]

@@ -30,7 +30,7 @@ def print_table(result: dict[str, Any]) -> None:
         title=f"{result['target']}, {result['device']}, {result['dtype']}"
     )
     for name in ("batch", "variant", "part"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name)
     for name in ("ms", "least", "most", "floor", "fraction", "GB", "kernels"):
         table.add_column(name, justify="right")
     for row in rows(result):

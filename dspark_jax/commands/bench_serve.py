@@ -121,8 +121,16 @@ class _Bench:
         }
         self._take_stock()
         if costs is not None:
-            for line in bench_engines.differences(costs.info, self.result):
-                self._say(f"{arguments.costs} was measured with {line}")
+            about = bench_engines.differences(costs.info, self.result, arguments)
+            self.result["costs"] = {
+                "file": arguments.costs,
+                "measured_otherwise": about,
+            }
+            if about:
+                sys.stderr.write(
+                    f"--costs: {arguments.costs} was measured otherwise: "
+                    f"{', '.join(about)}\n"
+                )
 
     def run(self) -> None:
         """Repeat after repeat of all loads, until all are done or time is up."""

@@ -36,8 +36,7 @@ first user turns are the prompts. When they run out, decoding goes on with new s
 """
 
 
-# The standard error of a share of one half, of so many, is 1.6 %.
-_FEW = 1000
+_FEW = 1000  # The standard error of a share of one half is then 1.6 %.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -274,10 +273,11 @@ def _print_table(result: dict[str, Any]) -> None:
         )
         table.add_row(name, "", *map(percent, errors))
     terminal.print_result(table)
-    few = sum(number < _FEW for number in result["num_fitted_at"])
-    if few:
-        slots = len(result["num_fitted_at"])
+    fewest = min(result["num_fitted_at"])
+    if fewest < _FEW:
+        more = "more --rounds" if result["temperature"] > 0 else "more prompts"
+        error = 50 / max(fewest, 1) ** 0.5  # percent, of a share of one half
         terminal.print_result(
-            f"{few} of {slots} slots were fitted on fewer than {_FEW} verified drafts: "
-            "their shares are known to 2 % at best; give more --rounds"
+            f"the last slot was fitted on {fewest} verified drafts, so that a share of "
+            f"one half has a standard error of {error:.1f} %; give {more}"
         )

@@ -131,7 +131,7 @@ def regenerate(arguments: argparse.Namespace) -> int:
 
 def tokenize(arguments: argparse.Namespace) -> int:
     """Conversations become a corpus folder; returns the exit status."""
-    with failure.of_input():
+    with failure.of_target():
         tokenizer = tokenizer_lib.load_tokenizer(arguments.target)
         target = target_lib.load_config(arguments.target)
     lengths = arguments.lengths or conversations.default_lengths(arguments.max_length)
@@ -169,7 +169,7 @@ def join(arguments: argparse.Namespace) -> int:
 
 def show(arguments: argparse.Namespace) -> int:
     """Prints counts and a few rows of a corpus; returns the exit status."""
-    with failure.of_input():
+    with failure.of_target():
         corpus = corpus_files.load_corpus(arguments.corpus)
         tokenizer = tokenizer_lib.load_tokenizer(arguments.target)
         if tokenizer.vocab_size > corpus.vocab_size:

@@ -8,6 +8,12 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
+# Arguments of the library, and their options.
+_OPTIONS = {
+    "options.draft_length": "--draft-length",
+    "draft_vocabulary": "--draft-vocabulary",
+}
+
 
 class Failure(Exception):
     """A command cannot go on; `status` is 2 for bad input and 1 for the rest."""
@@ -23,12 +29,12 @@ def of_input(**names: str) -> Iterator[None]:
 
     Args:
       names: what the command line calls an argument that the library's error names in
-        backquotes, as source="--drafter".
+        backquotes, as source="--drafter", beside those that have one name everywhere.
     """
 
     def said(error: Exception) -> str:
         message = str(error)
-        for argument, option in names.items():
+        for argument, option in (_OPTIONS | names).items():
             message = message.replace(f"`{argument}`", option)
         return message
 
@@ -47,4 +53,4 @@ def of_target() -> AbstractContextManager[None]:
 
 def of_drafter() -> AbstractContextManager[None]:
     """`of_input` around the loading of a drafter."""
-    return of_input(source="--drafter", draft_vocabulary="--draft-vocabulary")
+    return of_input(source="--drafter")

@@ -1,6 +1,7 @@
 """The terminal: a status line that leaves no trace, and Ctrl-C between two rounds."""
 
 import contextlib
+import functools
 import signal
 import sys
 import threading
@@ -34,11 +35,16 @@ def print_result(*parts: Any) -> None:
     """
     import rich.console
 
-    widest = rich.console.Console(width=1000)
+    # Names are not markup: "[x]" in one stays what it is.
+    make = functools.partial(
+        rich.console.Console,
+        file=sys.stdout, highlight=False, markup=False, emoji=False,
+    )  # fmt: skip
+    endless = make(width=2**16)
     for part in parts:
-        console = rich.console.Console(file=sys.stdout, highlight=False)
+        console = make()
         if not isinstance(part, str):
-            console.width = max(console.width, widest.measure(part).maximum)
+            console.width = max(console.width, endless.measure(part).maximum)
         console.print(part, soft_wrap=isinstance(part, str))
 
 

@@ -232,6 +232,7 @@ def _attend(
     if name == "mosaic_gpu":
         if config is None:
             config = mosaic_gpu.default_config(query, keys, runs, page_table)
+        # It clears the rows that are of no run itself.
         return mosaic_gpu.attend(query, keys, values, runs, config=config, **common)
     if name == "xla":
         out = reference.attend(query, keys, values, runs, **common)

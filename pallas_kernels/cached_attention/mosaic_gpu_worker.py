@@ -87,8 +87,8 @@ def worker(
     scale: float,
 ) -> None:
     """The kernel's body; the arguments are described in `mosaic_gpu.attend`."""
-    *outs, scratch = more
-    is_row = outs.pop(0) if shape.has_padding else None
+    *more, scratch = more
+    is_row, *outs = more if shape.has_padding else (None, *more)
     me = jax.lax.axis_index("worker")
     # All at once: a load takes as long as a tile of keys.
     first_unit, num_units, share = (shares[field, me] for field in range(3))

@@ -20,7 +20,7 @@ class Runs(NamedTuple):
     num_keys: jax.Array  # int32 [N, W]: row w sees the keys before it; 0 = none
     is_uniform: bool  # run n is the rows n*W .. (n+1)*W - 1
     is_identity: bool  # and run n reads slot n
-    is_row: jax.Array | None = None  # bool [T]: is of a run; None = every row is
+    is_row: jax.Array | None = None  # bool [T]: is of a run; None = every one is
 
 
 class Spans(NamedTuple):
@@ -76,7 +76,7 @@ def of_packed(
         seen,
         is_uniform=False,
         is_identity=True,
-        is_row=is_row,
+        is_row=jnp.any(member, axis=0),
     )
 
 

@@ -82,9 +82,10 @@ class Measured:
       min_units: holds from this number of units (tiles of rows times kv heads) on.
       max_capacity: and up to this number of keys that a request can have.
       max_parts: the setting; None = as many as give every multiprocessor its share.
-      width: of the heads it was measured with; None = any.
+      max_units: holds up to this number of units.
+      width: holds for heads of this width; None = for all.
       warpgroups: the setting, with heads of up to 128.
-      stages: the setting; None = as many as shared memory holds.
+      stages: the setting; None = that of `STAGES`.
     """
 
     device: str
@@ -92,6 +93,7 @@ class Measured:
     min_units: int
     max_capacity: int
     max_parts: int | None
+    max_units: int = 2**30
     width: int | None = None
     warpgroups: int = 2
     stages: int | None = None
@@ -107,7 +109,7 @@ TABLE = (
     Measured("NVIDIA H200", "2026-11-29", 1, 64, max_parts=1),
     Measured("NVIDIA H200", "2026-11-29", 264, 2048, max_parts=1),
     Measured("NVIDIA H200", "2026-11-29", 264, 2**30, max_parts=2),
-    Measured("NVIDIA H200", "2026-11-30", 1, 2**30, None, 128, warpgroups=1, stages=2),
+    Measured("NVIDIA H200", "2026-11-30", 1, 2**30, None, 64, 128, 1, stages=2),
     Measured("NVIDIA H200", "2026-11-29", 1, 2**30, max_parts=None),
 )
 # Against XLA, inside a pass of 36 layers (NVIDIA H200, 2026-11-30, dense, 32 query and
@@ -138,7 +140,7 @@ def mosaic_gpu(
     line = next(
         line
         for line in TABLE
-        if units >= line.min_units
+        if line.min_units <= units <= line.max_units
         and capacity <= line.max_capacity
         and line.width in (None, width)
     )

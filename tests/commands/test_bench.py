@@ -1,11 +1,14 @@
 """`dspark bench serve` on tiny shapes and on a tiny model of files."""
 
+import argparse
 import json
 
 import numpy as np
 import pytest
 
 from dspark_jax.commands import bench_engines, bench_serve
+from dspark_jax.scheduling import cost_files
+from dspark_jax.scheduling.costs import Costs, TokenCurve
 from dspark_jax.serving import loads
 
 RATES = [0.7, 0.65, 0.6, 0.6, 0.6, 0.6, 0.6]
@@ -190,13 +193,41 @@ def test_the_table_says_when_the_host_takes_the_time(host_share, is_hinted, caps
 def test_says_in_what_a_cost_table_was_measured_otherwise():
     here = {"device": "A", "target": "t", "dtype": "float32", "rule": "token"}
     here |= {"drafter": {"name": "d", "num_layers": 2}}
-    same = {"device": "A", "drafter": "d", "steps_per_time": 3}
-    assert bench_engines.differences(same, here) == []
-    assert bench_engines.differences({}, here) == []
-    other = same | {"device": "B", "dtype": "bfloat16", "drafter": "e"}
-    found = bench_engines.differences(other, here)
-    assert found == [
-        "device B, here A",
-        "dtype bfloat16, here float32",
-        "drafter e, here d",
+    arguments = argparse.Namespace(
+        draft_vocabulary=None, candidates=64, page_size=16, draft_length=None,
+        temperature=0.0,
+    )  # fmt: skip
+    same = {"device": "A", "drafter": "d", "draft_length": 7, "is_greedy": True}
+    assert bench_engines.differences(same, here, arguments) == []
+    assert bench_engines.differences({}, here, arguments) == []
+    other = same | {"device": "B", "drafter": "e", "candidates": None}
+    other["is_greedy"] = False
+    assert bench_engines.differences(other, here, arguments) == [
+        "device B (here A)",
+        "drafter e (here d)",
+        "candidates None (here 64)",
+        "is_greedy False (here True)",
     ]
+    arguments.draft_length = 3
+    found = bench_engines.differences(same, here, arguments)
+    assert found == ["draft_length 7 (here 3)"]
+
+
+def test_a_cost_table_of_another_device_is_said(run, calibration, tmp_path):
+    costs = Costs(
+        drafting=TokenCurve(
+            packed_tokens=(1, 64), step_seconds=(0.01, 0.02), max_tokens=64
+        ),
+        info={"device": "X"},
+    )
+    cost_files.write(tmp_path / "costs.json", costs)
+    status, out, err = run(
+        "bench", "serve", "--shapes", "tiny", "--replay", calibration,
+        "--costs", tmp_path / "costs.json", "--modes", "compact", "--concurrency", 2,
+        "--repeats", 1, "--max-new-tokens", 8, "--json", *QUICK,
+    )  # fmt: skip
+    assert status == 0, err
+    assert "costs.json was measured otherwise: device X (here " in err
+    assert "step costs measured" not in err
+    (found,) = json.loads(out)["costs"]["measured_otherwise"]
+    assert found.startswith("device X (here ")

@@ -212,7 +212,7 @@ def test_ctrl_c_prints_what_there_is(run, run_json, command, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--draft-length", "9", "x"], "draft_length` must be at most"),
+        (["--draft-length", "9", "x"], "--draft-length must be at most the drafter"),
         (
             ["--draft-vocabulary", "9", "x"],
             "draft_vocabulary.json, which is missing",

@@ -230,3 +230,12 @@ def test_every_setting_of_the_table_fits(units, width):
         config = tuning.mosaic_gpu(units, capacity, width)
         query, keys = jnp.zeros((1, 2, width), bf16), jnp.zeros((1, 2, 64, width), bf16)
         assert mosaic_gpu.supports(query, keys, paged=False, config=config) is None
+
+
+@pytest.mark.parametrize(
+    ("units", "width", "warpgroups", "stages"),
+    [(8, 128, 1, 2), (64, 128, 1, 2), (65, 128, 2, 4), (8, 64, 2, 6), (8, 256, 1, 1)],
+)
+def test_few_units_of_width_128_take_a_small_block(units, width, warpgroups, stages):
+    config = tuning.mosaic_gpu(units, 8192, width)
+    assert (config.warpgroups, config.stages) == (warpgroups, stages)
