@@ -95,7 +95,7 @@ def test_bad_input_is_one_line_before_any_model(run, monkeypatch, arguments, mes
         (["--context-lengths", 60], "must be at most 49, so that --steps fit"),
         (["--steps", 99], "`num_steps` must be at least 1 and fit max_length = 64"),
         (["--buckets", "1x5"], "must have one of at least num_slots = 2 requests"),
-        (["--draft-length", 9], "draft_length"),
+        (["--draft-length", 9], "--draft-length must be at most the drafter"),
         (["--page-size", 3], "page_size must be a power of two, got 3"),
     ],
 )
