@@ -109,7 +109,17 @@ TABLE = (
     Measured("NVIDIA H200", "2026-11-29", 1, 64, max_parts=1),
     Measured("NVIDIA H200", "2026-11-29", 264, 2048, max_parts=1),
     Measured("NVIDIA H200", "2026-11-29", 264, 2**30, max_parts=2),
-    Measured("NVIDIA H200", "2026-11-30", 1, 2**30, None, 64, 128, 1, stages=2),
+    Measured(
+        "NVIDIA H200",
+        "2026-11-30",
+        min_units=1,
+        max_capacity=2**30,
+        max_parts=None,
+        max_units=64,
+        width=128,
+        warpgroups=1,
+        stages=2,
+    ),
     Measured("NVIDIA H200", "2026-11-29", 1, 2**30, max_parts=None),
 )
 # Against XLA, inside a pass of 36 layers (NVIDIA H200, 2026-11-30, dense, 32 query and
